@@ -1,0 +1,1 @@
+"""Language-model core: sequences, blocks, scheduler, text. The deciders import no torch."""

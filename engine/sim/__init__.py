@@ -1,0 +1,1 @@
+"""The fake model: only weights and sampler are fake."""

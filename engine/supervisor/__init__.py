@@ -1,0 +1,1 @@
+"""The control plane: spawns, watches, restarts and drains workers. Knows no request."""

@@ -1,0 +1,1 @@
+"""One process per device: receive, schedule, launch, emit."""
