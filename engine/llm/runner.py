@@ -1,0 +1,51 @@
+"""Owns the plug between the worker's loop and whatever computes tokens: `Row`, `Handle`, `Runner`.
+
+Knows no scheduler, no socket and no model. The worker's loop calls it; the fake model and the real ones implement it.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+# The last token of a row whose value the device still holds: it was sampled by a step whose result has not
+# been read back yet. The runner takes it from what it last sampled for that seat.
+PENDING_TOKEN: Final = -1
+
+
+@dataclass(slots=True)
+class Row:
+    """One chunk of one sequence, ready for a device.
+
+    `token_ids` are the chunk's tokens at absolute positions start .. start + len(token_ids) (half-open); only the last
+    may be PENDING_TOKEN. `block_table` maps position p to block `block_table[p // block_size]`; it covers the chunk and
+    everything before it. The scheduler only ever appends to that list while the row is in flight.
+    """
+
+    seat: int
+    start: int
+    token_ids: list[int]
+    block_table: Seq[int]
+    num_prompt_tokens: int
+    seed: int
+    choice: int
+    is_sampled: bool
+
+
+class Handle(Protocol):
+    """One launched step."""
+
+    def poll(self) -> bool:
+        """True when `wait` would return at once. Changes nothing."""
+        ...
+
+    def wait(self) -> list[int]:
+        """Block until the device is done; one token id per row with `is_sampled`, in row order. Call it once."""
+        ...
+
+
+class Runner(Protocol):
+    """Turns rows into token ids. Steps run in launch order; a second launch may come before the first is waited for."""
+
+    def launch(self, rows: list[Row]) -> Handle:
+        """Start one step. Changes the KV cache at the rows' positions."""
+        ...
