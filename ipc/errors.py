@@ -45,9 +45,7 @@ HTTP_STATUS: Final[dict[Code, int]] = {
     Code.INTERNAL: 500,
 }
 
-RETRYABLE: Final[frozenset[Code]] = frozenset(
-    {Code.OVERLOADED, Code.UNAVAILABLE, Code.WORKER_LOST, Code.NO_SESSION}
-)
+RETRYABLE: Final[frozenset[Code]] = frozenset({Code.OVERLOADED, Code.UNAVAILABLE, Code.WORKER_LOST, Code.NO_SESSION})
 
 
 class EngineError(Exception):

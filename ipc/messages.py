@@ -1,0 +1,388 @@
+"""Owns every message that crosses a process boundary, one Struct per verb, with its bounds.
+
+Client and admin verbs are maps with field names, so that another language's client is an afternoon's work; messages
+between front and worker are arrays, append-only. Knows no socket. `ipc/README.md` is the specification of what is
+here: a change edits both. No field is open-typed: nothing a peer sends can build an unbounded or untyped tree.
+"""
+
+from enum import IntEnum
+from typing import Annotated, Final
+
+from msgspec import Meta, Struct
+
+MAJOR: Final = 1
+MINOR: Final = 0
+
+IDS_MAX: Final = 1_048_576  # token ids in one prompt or one emission
+ENTRIES_MAX: Final = 4_096  # entries in one EVENTS or EMISSIONS message
+
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Meta(max_length=IDS_MAX)]
+Seed = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Name = Annotated[str, Meta(min_length=1, max_length=64)]
+OptionalName = Annotated[str, Meta(max_length=64)]
+Route = Annotated[str, Meta(min_length=1, max_length=64)]
+Text = Annotated[str, Meta(max_length=1024)]
+Trace = Annotated[str, Meta(max_length=64)]
+Prompt = Annotated[str, Meta(max_length=16 * 1024 * 1024)]
+Entries = Annotated[list[Count], Meta(max_length=ENTRIES_MAX)]
+
+
+class Kind(IntEnum):
+    """The envelope's kind byte: it selects the decoder. Numbers are never reused."""
+
+    HELLO = 1
+    GENERATE = 2
+    CANCEL = 3
+    MODELS = 4
+    STATUS = 5
+    PING = 6
+    BYE = 7
+    WELCOME = 17
+    EVENTS = 18
+    MODEL_LIST = 19
+    STATUS_REPORT = 20
+    PONG = 21
+    ERROR = 22
+    WORKER_HELLO = 33
+    WORKER_READY = 34
+    EMISSIONS = 35
+    REPORT = 36
+    ASSIGN = 49
+    WITHDRAW = 50
+    DRAIN = 65
+    RELOAD = 66
+    STOP = 67
+    ADMIN_REPLY = 81
+
+
+# Client <-> front: maps.
+
+
+class Head(Struct, frozen=True, omit_defaults=True, gc=False):
+    """The part the front reads. `request` is the client's own id, unique among its open requests."""
+
+    request: OptionalName = ""
+    traceparent: Trace = ""
+
+
+class GenerateHead(Struct, frozen=True, omit_defaults=True, gc=False):
+    """The part of a GENERATE that decides where and when it runs. `deadline_ms` counts from arrival; 0 is none."""
+
+    request: Name
+    route: Route
+    priority: Annotated[str, Meta(max_length=16)] = ""
+    tenant: OptionalName = ""
+    deadline_ms: Annotated[int, Meta(ge=0, le=604_800_000)] = 0
+    traceparent: Trace = ""
+
+
+class EventsHead(Struct, frozen=True, gc=False):
+    """Byte length of each entry in the EVENTS body, in order; the body is their concatenation."""
+
+    lengths: Entries
+
+
+class Hello(Struct, frozen=True, omit_defaults=True, gc=False):
+    """First message of a session."""
+
+    major: Annotated[int, Meta(ge=0, le=255)] = MAJOR
+    minor: Annotated[int, Meta(ge=0, le=255)] = MINOR
+    client: OptionalName = ""
+
+
+class Generate(Struct, frozen=True, omit_defaults=True, gc=False):
+    """What to generate. `prompt` is text or token ids. Unknown fields are ignored; a wrong type is refused."""
+
+    prompt: Prompt | TokenIds
+    max_tokens: Annotated[int, Meta(ge=1, le=IDS_MAX)] = 256
+    min_tokens: Annotated[int, Meta(ge=0, le=IDS_MAX)] = 0
+    seed: Seed | None = None
+    stop: Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=16)] = []
+    stop_ids: Annotated[list[TokenId], Meta(max_length=16)] = []
+    ignore_eos: bool = False
+    stream: bool = True
+    cache_salt: Annotated[str, Meta(max_length=256)] = ""
+
+
+class Empty(Struct, frozen=True, gc=False):
+    """A body without fields: CANCEL, MODELS, STATUS, PING, BYE, PONG."""
+
+
+class Welcome(Struct, frozen=True, gc=False):
+    """The session stands. Send something at least every `heartbeat_s`, or it ends after `heartbeat_misses` of them."""
+
+    major: int
+    minor: int
+    session: Count
+    heartbeat_s: float
+    heartbeat_misses: int
+    body_bytes_max: int
+    session_requests_max: int
+
+
+class Error(Struct, frozen=True, omit_defaults=True):
+    """A refusal that ends no open request of this session, unless the code is `no_session` or `slow_reader`."""
+
+    code: str
+    message: str
+    field: str = ""
+    request: str = ""
+    retry_after_s: float = 0.0
+
+
+class Usage(Struct, frozen=True, gc=False):
+    prompt_tokens: Count
+    completion_tokens: Count
+    cached_tokens: Count = 0
+
+
+class Delta(Struct, frozen=True, tag="delta"):
+    """More of a request: `ids` are output tokens index .. index + len(ids); `text` is what they make readable."""
+
+    request: str
+    index: Count
+    text: str
+    ids: list[int]
+
+
+class Finished(Struct, frozen=True, tag="finished"):
+    """The end of a request that ran to its end. `text` and `ids` continue the deltas; whole requests have all here."""
+
+    request: str
+    index: Count
+    text: str
+    ids: list[int]
+    reason: str
+    usage: Usage
+    seed: Count = 0
+    matched: str = ""
+
+
+class Failed(Struct, frozen=True, omit_defaults=True, tag="failed"):
+    """The end of a request that was refused or broke; codes are those of `ipc/errors.py`."""
+
+    request: str
+    code: str
+    message: str
+    field: str = ""
+    retry_after_s: float = 0.0
+
+
+class Cancelled(Struct, frozen=True, tag="cancelled", gc=False):
+    """The end of a request whose client asked for it. `completion_tokens` had been forwarded."""
+
+    request: str
+    completion_tokens: Count = 0
+
+
+class Expired(Struct, frozen=True, tag="expired", gc=False):
+    """The end of a request whose deadline passed; `has_run` is false when it never left the queue."""
+
+    request: str
+    completion_tokens: Count = 0
+    has_run: bool = False
+
+
+Event = Delta | Finished | Failed | Cancelled | Expired
+FINAL: Final = (Finished, Failed, Cancelled, Expired)
+
+
+class Model(Struct, frozen=True, omit_defaults=True):
+    """A route that can be asked for."""
+
+    route: str
+    is_ready: bool
+    max_model_len: Count = 0
+    version: str = ""
+
+
+class ModelList(Struct, frozen=True):
+    models: Annotated[list[Model], Meta(max_length=4096)]
+
+
+class ReplicaReport(Struct, frozen=True, omit_defaults=True):
+    """One replica as the supervisor and the front see it. Times are seconds; rates per second."""
+
+    slot: int
+    route: str
+    state: str
+    epoch: int = 0
+    pid: int = 0
+    devices: list[str] = []
+    phase: str = ""
+    state_s: float = 0.0
+    ready_after_s: float = 0.0
+    num_deaths: int = 0
+    reason: str = ""
+    num_in_flight: int = 0
+    num_seats: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_preemptions: int = 0
+    num_hit_tokens: int = 0
+    tokens_per_s: float = 0.0
+    num_tokens: int = 0
+
+
+class RouteReport(Struct, frozen=True, omit_defaults=True):
+    route: str
+    is_ready: bool
+    state: str = ""
+    num_queued: int = 0
+    num_running: int = 0
+
+
+class Counters(Struct, frozen=True):
+    """Since the front started. `finished + failed + cancelled + expired` + open = accepted + refused."""
+
+    num_sessions: int = 0
+    num_open: int = 0
+    num_queued: int = 0
+    accepted: int = 0
+    refused: int = 0
+    finished: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    expired: int = 0
+    tokens: int = 0
+    stale_entries: int = 0
+    protocol_errors: int = 0
+    slow_readers: int = 0
+    lost_peers: int = 0
+    internal_errors: int = 0
+    journal_tokens: int = 0
+    outbox_bytes: int = 0
+
+
+class StatusReport(Struct, frozen=True):
+    """What `status` shows. `state` is starting, ready, degraded, failed or draining."""
+
+    version: str
+    state: str
+    pid: int
+    uptime_s: float
+    config_hash: str
+    routes: Annotated[list[RouteReport], Meta(max_length=4096)]
+    replicas: Annotated[list[ReplicaReport], Meta(max_length=4096)]
+    counters: Counters
+
+
+# Admin: maps.
+
+
+class Drain(Struct, frozen=True, omit_defaults=True):
+    """Stop taking requests, finish what runs. A slot drains one replica; -1 drains the engine, which then exits."""
+
+    slot: Annotated[int, Meta(ge=-1, le=4096)] = -1
+
+
+class Stop(Struct, frozen=True, omit_defaults=True):
+    """End the engine: after draining, or at once when `now`."""
+
+    now: bool = False
+
+
+class AdminReply(Struct, frozen=True, omit_defaults=True):
+    """The answer to an admin verb: what was done, or why not."""
+
+    ok: bool
+    message: str = ""
+    changed: list[str] = []
+
+
+# Worker <-> front: arrays, append-only.
+
+
+class WorkerHello(Struct, frozen=True, array_like=True, gc=False):
+    """First message of a worker; `token` came in its environment and is good once."""
+
+    token: Annotated[str, Meta(max_length=128)]
+    slot: Count
+    epoch: Count
+    pid: Count
+    major: Annotated[int, Meta(ge=0, le=255)] = MAJOR
+
+
+class WorkerReady(Struct, frozen=True, array_like=True, gc=False):
+    """Warm-up is done; these are the worker's limits."""
+
+    epoch: Count
+    num_seats: Count
+    num_blocks: Count
+    block_size: Count
+    max_model_len: Count
+    version: OptionalName = ""
+
+
+class Ending(Struct, frozen=True, array_like=True, gc=False):
+    """`position` in the columns of its Emissions is the last entry of that request; `outcome` is an Outcome."""
+
+    position: Count
+    outcome: Annotated[int, Meta(ge=0, le=3)]
+    num_prompt_tokens: Count = 0
+
+
+class Outcome(IntEnum):
+    FINISHED = 0
+    FAILED = 1
+    WITHDRAWN = 2  # the worker's answer to Withdraw: the seat is free, nothing for the client
+    REFUSED = 3  # failed before a seat was taken
+
+
+class Emissions(Struct, frozen=True, array_like=True, gc=False):
+    """What one step gave to one client connection, in columns; entry i is numbers[i], attempts[i], …
+
+    `ids` are for the front's journal. Payload bytes of the entries follow in a frame the front forwards unread;
+    lengths[i] is entry i's share of it, 0 when the client gets nothing for it.
+    """
+
+    epoch: Count
+    step: Count
+    session: Count
+    numbers: Entries
+    attempts: Entries
+    indexes: Entries
+    ids: Annotated[list[list[int]], Meta(max_length=ENTRIES_MAX)]
+    lengths: Entries
+    endings: Annotated[list[Ending], Meta(max_length=ENTRIES_MAX)] = []
+
+
+class Report(Struct, frozen=True, array_like=True, gc=False):
+    """A worker's own account, every `report_s`; counters since its start."""
+
+    epoch: Count
+    step: Count
+    busy_s: Seconds
+    num_tokens: Count
+    num_running: Count
+    num_waiting: Count
+    num_free_blocks: Count
+    num_cached_blocks: Count
+    num_preemptions: Count
+    num_hit_tokens: Count
+    is_idle: bool = False
+
+
+class Assign(Struct, frozen=True, array_like=True, gc=False):
+    """Run this. The client's GENERATE body follows as it came."""
+
+    number: Count
+    attempt: Count
+    session: Count
+    request: Name
+    seed: Seed
+    tenant: OptionalName = ""
+    traceparent: Trace = ""
+
+
+class Withdraw(Struct, frozen=True, array_like=True, gc=False):
+    """Stop this; answer with a final entry of outcome WITHDRAWN, unless it has ended already."""
+
+    number: Count
+    attempt: Count
