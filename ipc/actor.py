@@ -62,6 +62,11 @@ class Actor:
         self._timers.add(timer)
         return timer
 
+    def cancel(self, timer: asyncio.TimerHandle) -> None:
+        """Take a timer back. Harmless when it has fired."""
+        timer.cancel()
+        self._timers.discard(timer)
+
     def every(self, period_s: float, callback: Callable[[], None]) -> None:
         """Call `callback` every `period_s` until the actor stops."""
 

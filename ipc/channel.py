@@ -122,9 +122,16 @@ class Channel:
         """Call `handler` with the frames of every message from now on. A ROUTER's first frame is the peer."""
         self._loop = loop
         self._handler = handler
-        loop.add_reader(self.socket.getsockopt(zmq.FD), self._drain)
+        loop.add_reader(self._descriptor(), self._drain)
         self._arm_safety_poll()
         loop.call_soon(self._drain)
+
+    def _descriptor(self) -> int:
+        return int(self.socket.getsockopt(zmq.FD))
+
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
 
     def receive_nowait(self) -> Frames | None:
         """The next message, or None when there is none."""
@@ -149,10 +156,13 @@ class Channel:
             return Sent.GONE
         self._sent += 1
         # Sending may have taken the edge that announced input.
-        if self._loop is not None and not self._is_draining and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if self._loop is not None and not self._is_draining and self._has_input():
             self._is_draining = True
             self._loop.call_soon(self._drain)
         return Sent.YES
+
+    def _has_input(self) -> bool:
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def _drain(self) -> None:
         handler = self._handler
@@ -169,7 +179,7 @@ class Channel:
                     return
                 self._received += 1
                 handler(frames)
-                if self._is_closed:
+                if self.is_closed:
                     return
         except BaseException:
             self._loop.call_soon(self._drain)
@@ -195,7 +205,7 @@ class Channel:
         if self._safety is not None:
             self._safety.cancel()
         if self._loop is not None:
-            self._loop.remove_reader(self.socket.getsockopt(zmq.FD))
+            self._loop.remove_reader(self._descriptor())
         self.socket.close(linger_ms)
 
     def statistics(self) -> ChannelStatistics:
