@@ -1,0 +1,466 @@
+"""Owns the front actor: the one way a request goes from the client socket to a worker and back.
+
+It decides nothing itself: order, admission, routing and the request table are pure and stand beside it. It knows no
+model, no tokenizer and no process; what the supervisor knows reaches it as messages of `ipc/control.py`.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+from heapq import heappop, heappush
+from math import inf
+from typing import Final
+
+import structlog
+import zmq
+
+from engine.clock import Clock
+from engine.config import Config, Deployment
+from engine.front.admission import Admission
+from engine.front.desk import Desk
+from engine.front.order import Order
+from engine.front.replicas import ReplicaTable, ReplicaView
+from engine.front.requests import Request, RequestState, RequestTable
+from engine.front.router import ReplicaLoad, Router
+from engine.front.sessions import Session
+from engine.front.status import report
+from ipc import codec
+from ipc.actor import Actor
+from ipc.channel import Channel, Sent
+from ipc.control import (
+    Admit,
+    Arrived,
+    AskStatus,
+    Close,
+    Drained,
+    Emptied,
+    Expect,
+    Lost,
+    Pause,
+    Placed,
+    SaidReady,
+    StatusTold,
+)
+from ipc.errors import Code, EngineError, ProtocolError
+from ipc.messages import (
+    Assign,
+    Cancelled,
+    Emissions,
+    Ending,
+    Error,
+    Event,
+    Expired,
+    Failed,
+    Generate,
+    GenerateHead,
+    Head,
+    Kind,
+    ModelList,
+    Outcome,
+    Report,
+    StatusReport,
+    Withdraw,
+    WorkerHello,
+    WorkerReady,
+)
+
+log = structlog.get_logger("front")
+
+FLUSH_S: Final = 0.02
+SEED_BITS: Final = 63
+WORKER_LOST: Final = "the worker that ran it died"
+_EVENTS: Final = codec.ENVELOPES[Kind.EVENTS]
+
+Frames = list[bytes]
+
+
+class Plan:
+    """What the front keeps per route: its settings, its queue, its router."""
+
+    __slots__ = ("config", "order", "router")
+
+    def __init__(self, config: Deployment, age_step_s: float, scan_max: int) -> None:
+        self.config = config
+        self.order = Order(config.queue.max_queued, age_step_s, scan_max)
+        self.router = Router()
+
+
+class Front(Actor):
+    """The data plane. `supervise` takes messages for the supervisor."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        config: Config,
+        sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
+        clock: Clock,
+        supervise: Callable[[object], None],
+    ) -> None:
+        super().__init__(loop)
+        self._clock = clock
+        self._supervise = supervise
+        self._clients = Channel(sockets[0])
+        self._workers = Channel(sockets[1])
+        self._desk = Desk(self._clients, config.front, clock, self._on_session_gone)
+        self._table = RequestTable(config.front.requests_max)
+        self._admission = Admission(config.front)
+        self._replicas = ReplicaTable()
+        self._plans: dict[str, Plan] = {}
+        self._deadlines: list[tuple[float, int]] = []
+        self._deadline_at = inf
+        self._deadline_timer: asyncio.TimerHandle | None = None
+        self._placed = Placed("starting", "", [], [])
+        self._started_at = clock.now()
+        self._is_closing = False
+        self.num_internal_errors = 0
+        self.configure(config)
+        for kind, handler in {
+            Expect: self._on_expect,
+            Admit: self._on_admit,
+            Pause: self._on_pause,
+            Lost: self._on_lost,
+            Close: self._on_close,
+            Placed: self._on_placed,
+            AskStatus: self._on_ask_status,
+        }.items():
+            self.handle(kind, handler)
+
+    def configure(self, config: Config) -> None:
+        """Apply the live settings. Queued requests stay where they are."""
+        self._desk.config = config.front
+        self._admission.configure(config.front)
+        for deployment in config.deployment:
+            plan = self._plans.get(deployment.route)
+            if plan is None:
+                plan = Plan(deployment, config.front.age_step_s, config.front.scan_max)
+                self._plans[deployment.route] = plan
+            plan.config = deployment
+
+    def start(self) -> None:
+        """Begin to listen. The sockets are bound already."""
+        self._clients.attach(self.loop, self._on_client)
+        self._workers.attach(self.loop, self._on_worker)
+        self.every(FLUSH_S, self._desk.flush)
+        self.every(self._desk.config.heartbeat_s / 2, self._desk.end_silent)
+
+    def stop(self) -> None:
+        """End every open request with `unavailable`, then close the sockets."""
+        for request in list(self._table):
+            self._end(request, RequestState.FAILED, Failed(request.name, Code.UNAVAILABLE, "the engine stopped"))
+        self._desk.flush()
+        self.stop_serving()
+        self._clients.close()
+        self._workers.close()
+
+    # What clients say.
+
+    def _on_client(self, frames: Frames) -> None:
+        try:
+            said = self._desk.admit(frames)
+            if said is not None:
+                self._on_verb(*said)
+        except ProtocolError as error:
+            self._desk.refuse(frames[0], error)
+        except Exception:  # the boundary around one message of one peer
+            self.num_internal_errors += 1
+            log.exception("client_message_failed")
+            self._desk.refuse(frames[0], ProtocolError("a fault of this engine", Code.INTERNAL))
+
+    def _on_verb(self, session: Session, kind: Kind, message: Frames) -> None:
+        if kind is Kind.GENERATE:
+            self._on_generate(session, message)
+        elif kind is Kind.CANCEL:
+            self._on_cancel(session, codec.decode(message[1], Head, "head").request)
+        elif kind is Kind.MODELS:
+            self._desk.send(session, codec.message(Kind.MODEL_LIST, None, self._models()))
+        elif kind is Kind.STATUS:
+            self._desk.send(session, codec.message(Kind.STATUS_REPORT, None, self.status()))
+        else:
+            raise ProtocolError(f"{kind.name} is not for the client socket", Code.UNSUPPORTED)
+
+    def _on_generate(self, session: Session, message: Frames) -> None:
+        head = codec.decode(message[1], GenerateHead, "head")
+        if head.request in session.requests:
+            refusal = Error(Code.DUPLICATE, "this id is still open in this session", "request", head.request)
+            self._desk.error(session, refusal)
+            return
+        try:
+            request = self._accept(session, head, message)
+        except (EngineError, ProtocolError) as error:
+            self._table.num_refused += 1
+            retry_after_s = error.retry_after_s if isinstance(error, EngineError) else 0.0
+            refusal = Failed(head.request, error.code, error.message, error.field, retry_after_s)
+            self._desk.tell(session, refusal)
+            return
+        self._arm_deadline(request)
+        self._pump(self._plans[request.route])
+
+    def _accept(self, session: Session, head: GenerateHead, message: Frames) -> Request:
+        """Check and queue one request. Raises EngineError or ProtocolError naming the field."""
+        if len(message) != 3:
+            raise ProtocolError("GENERATE has an envelope, a head and a body", Code.INVALID, "body")
+        if self._is_closing:
+            raise EngineError(Code.UNAVAILABLE, "the engine is draining", retry_after_s=5.0)
+        plan = self._plans.get(head.route)
+        if plan is None:
+            raise EngineError(Code.NOT_FOUND, f"no route {head.route}", "route")
+        body = message[2]
+        self._admission.check(len(body), len(session.requests), len(self._table))
+        generate = codec.decode(body, Generate) if len(body) <= codec.DECODE_BYTES_MAX else None
+        now = self._clock.now()
+        self._admission.check_queue(len(plan.order), plan.config.queue.max_queued, head.route, now)
+        request = self._table.add(
+            session=session.number,
+            head=head,
+            body=body,
+            seed=random.getrandbits(SEED_BITS) if generate is None or generate.seed is None else generate.seed,
+            cost=self._admission.cost(head.route, len(body), generate),
+            deadline_ms=head.deadline_ms or plan.config.queue.default_deadline_ms,
+            default_class=plan.config.queue.default_class,
+            now=now,
+        )
+        session.requests[head.request] = request.number
+        plan.order.push(request)
+        return request
+
+    def _on_cancel(self, session: Session, name: str) -> None:
+        number = session.requests.get(name)
+        request = self._table.get(number) if number is not None else None
+        if request is None:
+            refusal = Error(Code.NOT_FOUND, "no such open request in this session", "request", name)
+            self._desk.error(session, refusal)
+            return
+        self._end(request, RequestState.CANCELLED, Cancelled(name, len(request.ids)))
+
+    def _on_session_gone(self, session: Session, code: Code) -> None:
+        for number in list(session.requests.values()):
+            request = self._table.get(number)
+            if request is not None:
+                self._end(request, RequestState.CANCELLED, None)
+        if code is not Code.CANCELLED:
+            log.warning("session_ended", session=session.number, code=code)
+
+    # How a request leaves the queue, and how it ends.
+
+    def _pump(self, plan: Plan) -> None:
+        """Give queued requests to replicas with free capacity, best first."""
+        while len(plan.order):
+            loads = self._loads(plan)
+            if not loads:
+                return
+            chosen: int | None = None
+
+            def fits(request: Request, loads: list[ReplicaLoad] = loads) -> bool:
+                nonlocal chosen
+                chosen = plan.router.choose(request.cost, loads)
+                return chosen is not None
+
+            request = plan.order.pop(self._clock.now(), fits)
+            if request is None or chosen is None:
+                return
+            if not self._dispatch(request, self._replicas.by_slot[chosen]):
+                plan.order.push_back(request)
+                return
+
+    def _loads(self, plan: Plan) -> list[ReplicaLoad]:
+        return [
+            ReplicaLoad(
+                view.slot,
+                num_free_seats=view.ready.num_seats - len(view.in_flight),
+                outstanding=view.outstanding,
+                free_tokens=view.ready.num_blocks * view.ready.block_size - view.outstanding,
+            )
+            for view in self._replicas.of_route(plan.config.route)
+            if view.can_take and view.ready is not None
+        ]
+
+    def _dispatch(self, request: Request, view: ReplicaView) -> bool:
+        attempt = request.attempt + 1
+        session, seed = request.session, request.seed
+        head = Assign(request.number, attempt, session, request.name, seed, request.tenant, request.traceparent)
+        sent = self._workers.send_nowait(
+            [view.identity, codec.ENVELOPES[Kind.ASSIGN], codec.encode(head), request.body]
+        )
+        if sent is not Sent.YES:
+            view.is_clogged = True
+            return False
+        self._table.dispatch(request, view.slot, attempt)
+        view.assign(request.number, request.cost)
+        return True
+
+    def _end(self, request: Request, state: RequestState, event: Event | None) -> None:
+        """The one place where a request that the front ends gets its one final message."""
+        session = self._desk.sessions.of_number(request.session)
+        if request.state is RequestState.QUEUED:
+            self._plans[request.route].order.remove(request.number)
+        elif request.slot is not None:
+            view = self._replicas.by_slot.get(request.slot)
+            if view is not None and request.number in view.in_flight:
+                withdraw = codec.encode(Withdraw(request.number, request.attempt))
+                self._workers.send_nowait([view.identity, codec.ENVELOPES[Kind.WITHDRAW], withdraw])
+        self._forget(request, state)
+        if session is not None and event is not None:
+            self._desk.tell(session, event)
+
+    def _forget(self, request: Request, state: RequestState) -> None:
+        session = self._desk.sessions.of_number(request.session)
+        if session is not None:
+            session.requests.pop(request.name, None)
+        self._table.end(request, state)
+        if self._is_closing and not len(self._table):
+            self._supervise(Drained())
+
+    def _arm_deadline(self, request: Request) -> None:
+        if request.deadline_at == inf:
+            return
+        heappush(self._deadlines, (request.deadline_at, request.number))
+        if request.deadline_at < self._deadline_at:
+            self._set_deadline_timer()
+
+    def _set_deadline_timer(self) -> None:
+        if self._deadline_timer is not None:
+            self.cancel(self._deadline_timer)
+            self._deadline_timer = None
+        self._deadline_at = self._deadlines[0][0] if self._deadlines else inf
+        if self._deadlines:
+            delay_s = max(0.0, self._deadline_at - self._clock.now())
+            self._deadline_timer = self.after(delay_s, self._on_deadline)
+
+    def _on_deadline(self) -> None:
+        now = self._clock.now()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, number = heappop(self._deadlines)
+            request = self._table.get(number)
+            if request is not None:
+                has_run = request.state is RequestState.STREAMING
+                self._end(request, RequestState.EXPIRED, Expired(request.name, len(request.ids), has_run))
+        self._set_deadline_timer()
+
+    # What workers say.
+
+    def _on_worker(self, frames: Frames) -> None:
+        identity = frames[0]
+        try:
+            message = frames[1:]
+            kind = codec.kind_of(message)
+            if kind is Kind.WORKER_HELLO:
+                self._on_worker_hello(identity, codec.decode(message[1], WorkerHello, "head"))
+                return
+            view = self._replicas.of_identity(identity)
+            if view is None:
+                self._table.num_stale += 1  # a worker of an older epoch
+            elif kind is Kind.EMISSIONS:
+                self._on_emissions(view, codec.decode(message[1], Emissions, "head"), message)
+            elif kind is Kind.REPORT:
+                self._on_report(view, codec.decode(message[1], Report, "head"))
+            elif kind is Kind.WORKER_READY:
+                view.ready = codec.decode(message[1], WorkerReady, "head")
+                self._supervise(SaidReady(view.slot, view.epoch, view.ready))
+            else:
+                raise ProtocolError(f"{kind.name} is not for the worker socket", Code.UNSUPPORTED)
+        except ProtocolError as error:
+            self._desk.num_protocol_errors += 1
+            log.warning("worker_message_refused", message=error.message)
+            refusal = Error(error.code, error.message, error.field)
+            self._workers.send_nowait([identity, *codec.message(Kind.ERROR, None, refusal)])
+
+    def _on_worker_hello(self, identity: bytes, hello: WorkerHello) -> None:
+        view = self._replicas.introduce(identity, hello)
+        self._supervise(Arrived(view.slot, view.epoch))
+
+    def _on_emissions(self, view: ReplicaView, emissions: Emissions, message: Frames) -> None:
+        if emissions.epoch != view.epoch or len(message) != 4:
+            self._table.num_stale += len(emissions.numbers)
+            return
+        rejected = self._table.accept(
+            view.slot, emissions.numbers, emissions.attempts, emissions.indexes, emissions.ids
+        )
+        view.outstanding -= sum(map(len, emissions.ids))
+        session = self._desk.sessions.of_number(emissions.session)
+        if session is not None:
+            if rejected:
+                head, body = self._cut(emissions, message[3], rejected)
+            else:
+                head, body = message[2], message[3]
+            if body:
+                self._desk.send(session, [_EVENTS, head, body])
+        if emissions.endings:
+            for ending in emissions.endings:
+                self._on_ending(view, emissions.numbers[ending.position], ending, ending.position in rejected)
+            self._pump(self._plans[view.route])
+            self._say_if_empty(view)
+
+    @staticmethod
+    def _cut(emissions: Emissions, body: bytes, rejected: list[int]) -> tuple[bytes, bytes]:
+        """The payloads without those of the rejected entries."""
+        kept: list[bytes] = []
+        end = 0
+        for position, length in enumerate(emissions.lengths):
+            start, end = end, end + length
+            if length and position not in rejected:
+                kept.append(body[start:end])
+        return codec.encode({"lengths": [len(payload) for payload in kept]}), b"".join(kept)
+
+    def _on_ending(self, view: ReplicaView, number: int, ending: Ending, is_rejected: bool) -> None:
+        request = self._table.get(number)
+        view.release(number, len(request.ids) if request is not None else 0)
+        if request is None or is_rejected or ending.outcome == Outcome.WITHDRAWN:
+            return
+        if ending.outcome == Outcome.FINISHED:
+            self._admission.observe(request.route, len(request.body), ending.num_prompt_tokens, self._clock.now())
+            self._forget(request, RequestState.FINISHED)
+        else:
+            self._forget(request, RequestState.FAILED)
+
+    def _on_report(self, view: ReplicaView, told: Report) -> None:
+        if told.epoch != view.epoch:
+            return
+        view.report = told
+        plan = self._plans[view.route]
+        plan.router.observe(view.slot, view.epoch, told.busy_s, told.num_tokens)
+        if view.is_clogged:
+            view.is_clogged = False
+            self._pump(plan)
+
+    # What the supervisor says.
+
+    def _on_expect(self, order: Expect) -> None:
+        self._replicas.expect(order)
+
+    def _on_admit(self, order: Admit) -> None:
+        view = self._replicas.current(order.slot, order.epoch)
+        if view is not None:
+            view.is_admitted = True
+            self._pump(self._plans[view.route])
+
+    def _on_pause(self, order: Pause) -> None:
+        view = self._replicas.current(order.slot, order.epoch)
+        if view is not None:
+            view.is_paused = True
+            self._say_if_empty(view)
+
+    def _say_if_empty(self, view: ReplicaView) -> None:
+        if view.is_paused and not view.in_flight:
+            self._supervise(Emptied(view.slot, view.epoch))
+
+    def _on_lost(self, order: Lost) -> None:
+        view = self._replicas.current(order.slot, order.epoch)
+        if view is None:
+            return
+        self._replicas.forget(order.slot)
+        for number in view.in_flight:
+            request = self._table.get(number)
+            if request is not None:
+                why = f"{WORKER_LOST} ({order.reason})" if order.reason else WORKER_LOST
+                self._end(request, RequestState.FAILED, Failed(request.name, Code.WORKER_LOST, why, "", 0.1))
+
+    def _on_close(self, _: Close) -> None:
+        self._is_closing = True
+        if not len(self._table):
+            self._supervise(Drained())
+
+    def _on_placed(self, placed: Placed) -> None:
+        self._placed = placed
+
+    def _on_ask_status(self, question: AskStatus) -> None:
+        self._supervise(StatusTold(question.question, self.status()))

@@ -1,0 +1,55 @@
+"""Owns how the front's numbers become a StatusReport. Pure: called by the front actor, changes nothing."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from engine.front.replicas import ReplicaView
+from ipc.control import Placed
+from ipc.messages import Counters, Model, ModelList, ReplicaReport, RouteReport, StatusReport
+
+
+def merge(placed: ReplicaReport, view: ReplicaView | None, tokens_per_s: float) -> ReplicaReport:
+    """What the supervisor knows of a replica, completed by what the front knows of the same epoch."""
+    if view is None or view.epoch != placed.epoch:
+        return placed
+    ready, told = view.ready, view.report
+    changes: dict[str, float] = {"num_in_flight": len(view.in_flight), "tokens_per_s": round(tokens_per_s, 1)}
+    if ready is not None:
+        changes |= {"num_seats": ready.num_seats, "num_blocks": ready.num_blocks}
+    if told is not None:
+        changes |= {
+            "num_running": told.num_running,
+            "num_waiting": told.num_waiting,
+            "num_free_blocks": told.num_free_blocks,
+            "num_cached_blocks": told.num_cached_blocks,
+            "num_preemptions": told.num_preemptions,
+            "num_hit_tokens": told.num_hit_tokens,
+            "num_tokens": told.num_tokens,
+        }
+    elif ready is not None:
+        changes["num_free_blocks"] = ready.num_blocks
+    return msgspec.structs.replace(placed, **changes)
+
+
+def models(placed: Placed, views: Iterable[ReplicaView]) -> ModelList:
+    """The routes with what their replicas said about themselves."""
+    told = {view.route: view.ready for view in views if view.ready is not None}
+    listed = []
+    for route in placed.routes:
+        ready = told.get(route.route)
+        length, version = (ready.max_model_len, ready.version) if ready is not None else (0, "")
+        listed.append(Model(route.route, route.is_ready, length, version))
+    return ModelList(listed)
+
+
+def assemble(
+    placed: Placed,
+    identity: tuple[str, int, float],
+    routes: list[RouteReport],
+    replicas: list[ReplicaReport],
+    counters: Counters,
+) -> StatusReport:
+    """`identity` is (version, pid, uptime in seconds)."""
+    version, pid, uptime_s = identity
+    return StatusReport(version, placed.state, pid, round(uptime_s, 3), placed.config_hash, routes, replicas, counters)

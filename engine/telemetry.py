@@ -1,0 +1,24 @@
+"""Owns how the front process logs: structlog, one line per event, to stderr. Knows no event. Called once at start."""
+
+import logging
+import sys
+
+import structlog
+
+
+def configure_logging(level: str) -> None:
+    """Key=value lines for people and machines alike; colour only on a terminal. `level` is debug, info, …"""
+    is_terminal = sys.stderr.isatty()
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.ExceptionRenderer(),
+            structlog.dev.ConsoleRenderer(colors=is_terminal)
+            if is_terminal
+            else structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )

@@ -1,0 +1,49 @@
+"""Owns the way from a deployment's configuration to a runner with its tokenizer, by name, imported late.
+
+Knows no socket and no scheduler. Called by `worker/main.py`, which tells the health page what phase this is.
+"""
+
+import time
+from dataclasses import dataclass
+
+from engine.config import Deployment
+from engine.llm.runner import Runner
+from engine.llm.tokenizer import ByteTokenizer
+from ipc.errors import Code, EngineError
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A runner that is warm, its tokenizer, and the name of what it serves."""
+
+    runner: Runner
+    tokenizer: ByteTokenizer
+    version: str
+
+
+def load(deployment: Deployment, replica: int) -> Loaded:
+    """Build the runner a deployment names; `replica` counts from 0 within it. Raises EngineError `unsupported`."""
+    if deployment.runner != "sim":
+        raise EngineError(Code.UNSUPPORTED, f"runner {deployment.runner} is not built", "runner")
+    return _load_sim(deployment, replica)
+
+
+def _load_sim(deployment: Deployment, replica: int) -> Loaded:
+    from engine.sim.model import SimOptions, SimRunner  # noqa: PLC0415 - a worker imports only the runner it has
+
+    sim, llm = deployment.sim, deployment.llm
+    speed = sim.slot_speed[replica % len(sim.slot_speed)] if sim.slot_speed else 1.0
+    options = SimOptions(
+        version=sim.version,
+        vocab_size=sim.vocab_size,
+        step_s=sim.step_ms / 1e3 / speed,
+        token_s=sim.token_us / 1e6 / speed,
+        seat_s=sim.seat_us / 1e6 / speed,
+        is_async=sim.overlap,
+        num_blocks=llm.num_blocks,
+        block_size=llm.block_size,
+        max_num_seqs=llm.max_num_seqs,
+    )
+    if sim.load_s:
+        time.sleep(sim.load_s)  # the fake model pretends that its weights take this long
+    return Loaded(SimRunner(options), ByteTokenizer(sim.vocab_size), sim.version)
