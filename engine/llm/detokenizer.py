@@ -16,9 +16,9 @@ class Detokenizer:
     "replace" (one U+FFFD per maximal ill-formed subpart), up to a stop string.
 
     The rule: the first id after which the decoded text holds a stop string ends the text. If it then holds
-    several, the one that starts first counts; of those that start together, the longest. Bytes that may still
-    become a character are not text yet. So what was sent after n ids depends on those ids and on `stop`,
-    never on how they were grouped.
+    several, the one that starts first counts; of those that start together, the longest. Bytes that the
+    codec still sees as the beginning of a character are not text yet. So what was sent after n ids depends on
+    those ids and on `stop`, never on how they were grouped.
 
     `stop` holds non-empty strings (checked where the request is decoded). With `include_stop` the text ends
     behind the stop string, else before it.
