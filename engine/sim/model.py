@@ -204,6 +204,7 @@ class SimRunner:
 
     __slots__ = (
         "_block",
+        "_block_size",
         "_cache",
         "_clock",
         "_device_s",
@@ -224,6 +225,7 @@ class SimRunner:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.options = options
+        self._block_size = options.block_size
         self._clock: Clock = MonotonicClock() if clock is None else clock
         self._sleep = sleep
         block_bytes = options.block_size * ID_BYTES
@@ -282,9 +284,8 @@ class SimRunner:
         if self._num_steps:
             raise RuntimeError("warm runs before the first step: it clears the cache")
         options = self.options
-        block_size = options.block_size
-        length = max(1, min(num_tokens, options.num_blocks * block_size))
-        table = list(range(-(-length // block_size)))
+        length = max(1, min(num_tokens, options.num_blocks * self._block_size))
+        table = list(range(-(-length // self._block_size)))
         self.launch([_WarmRow(0, [0] * length, table, length)]).wait()
         self.launch([_WarmRow(seat, [0], [0], 1) for seat in range(options.max_num_seqs)]).wait()
         self._clear()
@@ -300,16 +301,18 @@ class SimRunner:
         )
 
     def _write(self, row: SimRow) -> None:
-        ids = row.token_ids
+        ids, table = row.token_ids, row.block_table
         last = ids[-1]
         if last == PENDING_TOKEN:
             last = self._seats[row.seat].sampled
         data = last.to_bytes(ID_BYTES, "little")
-        if len(ids) > 1:
-            data = pack(f"<{len(ids) - 1}I", *ids[:-1]) + data
-        block_size, table = self.options.block_size, row.block_table
-        index, offset = divmod(row.start, block_size)
-        begin, done = offset * ID_BYTES, 0
+        index, offset = divmod(row.start, self._block_size)
+        begin = offset * ID_BYTES
+        if len(ids) == 1:
+            self._block[table[index]][begin : begin + ID_BYTES] = data
+            return
+        data = pack(f"<{len(ids) - 1}I", *ids[:-1]) + data
+        done = 0
         while done < len(data):
             block = self._block[table[index]]
             size = min(len(block) - begin, len(data) - done)
@@ -321,7 +324,7 @@ class SimRunner:
     def _sample(self, row: SimRow) -> int:
         end = row.start + len(row.token_ids)
         table: Seq[int] = row.block_table
-        num_blocks = -(-end // self.options.block_size)
+        num_blocks = -(-end // self._block_size)
         if len(table) != num_blocks:
             table = table[:num_blocks]
         context = b"".join(map(self._block.__getitem__, table))[: end * ID_BYTES]
