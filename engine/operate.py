@@ -3,6 +3,8 @@
 Knows the wire and the terminal; no front, no supervisor. Called by `engine/cli.py`, imported late.
 """
 
+import fcntl
+import os
 import time
 from collections.abc import Callable
 
@@ -63,7 +65,7 @@ class Admin:
 
 
 def wait(run_dir: str, is_met: Callable[[StatusReport], bool], timeout_s: float) -> StatusReport | None:
-    """Ask until `is_met` says yes; None when `timeout_s` passed first. An engine that is not there yet is waited for."""
+    """Ask until `is_met` says yes; None when `timeout_s` passed first. An engine not there yet is waited for."""
     give_up_at = time.monotonic() + timeout_s
     with Admin(run_dir, answer_s=max(0.2, min(ANSWER_S, timeout_s))) as admin:
         while True:
@@ -99,12 +101,12 @@ def render_status(report: StatusReport) -> str:
         f"  failed {counters.failed}  cancelled {counters.cancelled}  expired {counters.expired}"
         f"  refused {counters.refused}",
         "",
-        _table(
+        render_table(
             ["ROUTE", "STATE", "QUEUED", "RUNNING"],
             [[each.route, each.state, str(each.num_queued), str(each.num_running)] for each in report.routes],
         ),
         "",
-        _table(
+        render_table(
             ["SLOT", "ROUTE", "STATE", "PID", "FOR", "BUSY", "BLOCKS FREE", "TOKENS/S", "DEATHS", "REASON"],
             [
                 [
@@ -134,9 +136,34 @@ def _duration(seconds: float) -> str:
     return f"{seconds // 3600:.0f}h{seconds % 3600 // 60:02.0f}m"
 
 
-def _table(header: list[str], rows: list[list[str]]) -> str:
+def render_table(header: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in [header, *rows]
     )
+
+
+def wait_stopped(run_dir: str, timeout_s: float) -> bool:
+    """True once no engine holds this run directory's lock."""
+    give_up_at = time.monotonic() + timeout_s
+    while is_locked(run_dir):
+        if time.monotonic() >= give_up_at:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def is_locked(run_dir: str) -> bool:
+    """True while an engine holds the run directory. Changes nothing."""
+    try:
+        lock = os.open(os.path.join(run_dir, "lock"), os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False

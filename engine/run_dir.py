@@ -19,7 +19,7 @@ class RunDir:
     """A locked run directory. Closing it gives the lock back and removes the socket files."""
 
     def __init__(self, path: str) -> None:
-        """Raises EngineError: `invalid` when the directory is not private, `unavailable` when another engine holds it."""
+        """Raises EngineError: `invalid` unless the directory is private, `unavailable` when an engine holds it."""
         self.path = Path(path)
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)

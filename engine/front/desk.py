@@ -74,7 +74,7 @@ class Desk:
                 error = Error(Code.OVERLOADED.value, f"{self.config.sessions_max} sessions are open", retry_after_s=1.0)
                 self._reply(identity, error)
                 return
-            outbox = Outbox(self.config.outbox_frames_max, self.config.outbox_bytes_max)
+            outbox = Outbox(self.config.outbox_messages_max, self.config.outbox_bytes_max)
             session = self.sessions.open(identity, hello.client, outbox, self._clock.now())
         config = self.config
         welcome = Welcome(

@@ -5,25 +5,28 @@ model, no tokenizer and no process; what the supervisor knows reaches it as mess
 """
 
 import asyncio
+import os
 import random
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final
 
 import structlog
 import zmq
 
+from engine import __version__
 from engine.clock import Clock
 from engine.config import Config, Deployment
-from engine.front.admission import Admission
+from engine.config import Front as FrontConfig
+from engine.front import status
+from engine.front.admission import Admission, Limits
 from engine.front.desk import Desk
 from engine.front.order import Order
 from engine.front.replicas import ReplicaTable, ReplicaView
-from engine.front.requests import Request, RequestState, RequestTable
+from engine.front.requests import Request, RequestState, RequestTable, priority_class
 from engine.front.router import ReplicaLoad, Router
 from engine.front.sessions import Session
-from engine.front.status import report
 from ipc import codec
 from ipc.actor import Actor
 from ipc.channel import Channel, Sent
@@ -45,10 +48,12 @@ from ipc.errors import Code, EngineError, ProtocolError
 from ipc.messages import (
     Assign,
     Cancelled,
+    Counters,
     Emissions,
     Ending,
     Error,
     Event,
+    EventsHead,
     Expired,
     Failed,
     Generate,
@@ -58,6 +63,7 @@ from ipc.messages import (
     ModelList,
     Outcome,
     Report,
+    RouteReport,
     StatusReport,
     Withdraw,
     WorkerHello,
@@ -68,6 +74,7 @@ log = structlog.get_logger("front")
 
 FLUSH_S: Final = 0.02
 SEED_BITS: Final = 63
+UNREAD_MAX_TOKENS: Final = 256  # what a body too large to be read here is taken to ask for
 WORKER_LOST: Final = "the worker that ran it died"
 _EVENTS: Final = codec.ENVELOPES[Kind.EVENTS]
 
@@ -81,7 +88,7 @@ class Plan:
 
     def __init__(self, config: Deployment, age_step_s: float, scan_max: int) -> None:
         self.config = config
-        self.order = Order(config.queue.max_queued, age_step_s, scan_max)
+        self.order = Order(age_step_s, scan_max)
         self.router = Router()
 
 
@@ -103,7 +110,7 @@ class Front(Actor):
         self._workers = Channel(sockets[1])
         self._desk = Desk(self._clients, config.front, clock, self._on_session_gone)
         self._table = RequestTable(config.front.requests_max)
-        self._admission = Admission(config.front)
+        self._admission = Admission(_limits(config.front))
         self._replicas = ReplicaTable()
         self._plans: dict[str, Plan] = {}
         self._deadlines: list[tuple[float, int]] = []
@@ -113,22 +120,21 @@ class Front(Actor):
         self._started_at = clock.now()
         self._is_closing = False
         self.num_internal_errors = 0
+        self.num_refused = 0
         self.configure(config)
-        for kind, handler in {
-            Expect: self._on_expect,
-            Admit: self._on_admit,
-            Pause: self._on_pause,
-            Lost: self._on_lost,
-            Close: self._on_close,
-            Placed: self._on_placed,
-            AskStatus: self._on_ask_status,
-        }.items():
-            self.handle(kind, handler)
+        self.handle(Expect, self._on_expect)
+        self.handle(Admit, self._on_admit)
+        self.handle(Pause, self._on_pause)
+        self.handle(Lost, self._on_lost)
+        self.handle(Close, self._on_close)
+        self.handle(Placed, self._on_placed)
+        self.handle(AskStatus, self._on_ask_status)
+        self.handle(Config, self.configure)
 
     def configure(self, config: Config) -> None:
         """Apply the live settings. Queued requests stay where they are."""
         self._desk.config = config.front
-        self._admission.configure(config.front)
+        self._admission.limits = _limits(config.front)
         for deployment in config.deployment:
             plan = self._plans.get(deployment.route)
             if plan is None:
@@ -172,7 +178,7 @@ class Front(Actor):
         elif kind is Kind.CANCEL:
             self._on_cancel(session, codec.decode(message[1], Head, "head").request)
         elif kind is Kind.MODELS:
-            self._desk.send(session, codec.message(Kind.MODEL_LIST, None, self._models()))
+            self._desk.send(session, codec.message(Kind.MODEL_LIST, None, self.models()))
         elif kind is Kind.STATUS:
             self._desk.send(session, codec.message(Kind.STATUS_REPORT, None, self.status()))
         else:
@@ -187,10 +193,10 @@ class Front(Actor):
         try:
             request = self._accept(session, head, message)
         except (EngineError, ProtocolError) as error:
-            self._table.num_refused += 1
+            self.num_refused += 1
             retry_after_s = error.retry_after_s if isinstance(error, EngineError) else 0.0
-            refusal = Failed(head.request, error.code, error.message, error.field, retry_after_s)
-            self._desk.tell(session, refusal)
+            failed = Failed(head.request, error.code, error.message, error.field, retry_after_s)
+            self._desk.tell(session, failed)
             return
         self._arm_deadline(request)
         self._pump(self._plans[request.route])
@@ -204,21 +210,30 @@ class Front(Actor):
         plan = self._plans.get(head.route)
         if plan is None:
             raise EngineError(Code.NOT_FOUND, f"no route {head.route}", "route")
-        body = message[2]
+        body, queue = message[2], plan.config.queue
         self._admission.check(len(body), len(session.requests), len(self._table))
         generate = codec.decode(body, Generate) if len(body) <= codec.DECODE_BYTES_MAX else None
+        priority = priority_class(head.priority or queue.default_class)
+        self._admission.check_queue(head.route, len(plan.order), queue.max_queued)
         now = self._clock.now()
-        self._admission.check_queue(len(plan.order), plan.config.queue.max_queued, head.route, now)
-        request = self._table.add(
+        deadline_ms = head.deadline_ms or queue.default_deadline_ms
+        seed = generate.seed if generate is not None else None
+        max_tokens = generate.max_tokens if generate is not None else UNREAD_MAX_TOKENS
+        request = Request(
+            number=self._table.next_number(),
             session=session.number,
-            head=head,
+            name=head.request,
+            route=head.route,
+            priority=priority,
+            tenant=head.tenant,
+            cost=self._admission.cost(head.route, len(body), max_tokens),
+            arrived_at=now,
+            deadline_at=now + deadline_ms / 1e3 if deadline_ms else inf,
+            seed=random.getrandbits(SEED_BITS) if seed is None else seed,
             body=body,
-            seed=random.getrandbits(SEED_BITS) if generate is None or generate.seed is None else generate.seed,
-            cost=self._admission.cost(head.route, len(body), generate),
-            deadline_ms=head.deadline_ms or plan.config.queue.default_deadline_ms,
-            default_class=plan.config.queue.default_class,
-            now=now,
+            traceparent=head.traceparent,
         )
+        self._table.add(request)
         session.requests[head.request] = request.number
         plan.order.push(request)
         return request
@@ -244,49 +259,49 @@ class Front(Actor):
 
     def _pump(self, plan: Plan) -> None:
         """Give queued requests to replicas with free capacity, best first."""
+        chosen: int | None = None
+
+        def fits(request: Request) -> bool:
+            nonlocal chosen
+            chosen = plan.router.choose(request.cost, loads)
+            return chosen is not None
+
         while len(plan.order):
             loads = self._loads(plan)
             if not loads:
                 return
-            chosen: int | None = None
-
-            def fits(request: Request, loads: list[ReplicaLoad] = loads) -> bool:
-                nonlocal chosen
-                chosen = plan.router.choose(request.cost, loads)
-                return chosen is not None
-
-            request = plan.order.pop(self._clock.now(), fits)
+            request = plan.order.pop(fits)
             if request is None or chosen is None:
                 return
-            if not self._dispatch(request, self._replicas.by_slot[chosen]):
-                plan.order.push_back(request)
-                return
+            self._dispatch(request, self._replicas.by_slot[chosen], plan)
 
     def _loads(self, plan: Plan) -> list[ReplicaLoad]:
-        return [
-            ReplicaLoad(
-                view.slot,
-                num_free_seats=view.ready.num_seats - len(view.in_flight),
-                outstanding=view.outstanding,
-                free_tokens=view.ready.num_blocks * view.ready.block_size - view.outstanding,
-            )
-            for view in self._replicas.of_route(plan.config.route)
-            if view.can_take and view.ready is not None
-        ]
+        loads = []
+        for view in self._replicas.of_route(plan.config.route):
+            ready = view.ready
+            if ready is not None and view.can_take:
+                num_in_flight = len(view.in_flight)
+                free_tokens = ready.num_blocks * ready.block_size - view.outstanding
+                num_free = ready.num_seats - num_in_flight
+                loads.append(
+                    ReplicaLoad(view.slot, ready.num_seats, num_free, view.outstanding, free_tokens, num_in_flight == 0)
+                )
+        return loads
 
-    def _dispatch(self, request: Request, view: ReplicaView) -> bool:
-        attempt = request.attempt + 1
-        session, seed = request.session, request.seed
+    def _dispatch(self, request: Request, view: ReplicaView, plan: Plan) -> None:
+        """Hand a request to a worker; back into the queue, under its own arrival, when the worker does not read."""
+        self._table.dispatch(request, view.slot)
+        attempt, session, seed = request.attempt, request.session, request.seed
         head = Assign(request.number, attempt, session, request.name, seed, request.tenant, request.traceparent)
         sent = self._workers.send_nowait(
             [view.identity, codec.ENVELOPES[Kind.ASSIGN], codec.encode(head), request.body]
         )
-        if sent is not Sent.YES:
+        if sent is Sent.YES:
+            view.assign(request.number, request.cost)
+        else:
             view.is_clogged = True
-            return False
-        self._table.dispatch(request, view.slot, attempt)
-        view.assign(request.number, request.cost)
-        return True
+            self._table.requeue(request)
+            plan.order.push(request)
 
     def _end(self, request: Request, state: RequestState, event: Event | None) -> None:
         """The one place where a request that the front ends gets its one final message."""
@@ -307,12 +322,16 @@ class Front(Actor):
         if session is not None:
             session.requests.pop(request.name, None)
         self._table.end(request, state)
+        self._admission.observe_end(request.route, self._clock.now())
         if self._is_closing and not len(self._table):
             self._supervise(Drained())
 
     def _arm_deadline(self, request: Request) -> None:
         if request.deadline_at == inf:
             return
+        if len(self._deadlines) > 64 + 2 * len(self._table):  # most of them have ended long ago
+            self._deadlines = [each for each in self._deadlines if self._table.get(each[1]) is not None]
+            heapify(self._deadlines)
         heappush(self._deadlines, (request.deadline_at, request.number))
         if request.deadline_at < self._deadline_at:
             self._set_deadline_timer()
@@ -384,11 +403,22 @@ class Front(Actor):
                 head, body = message[2], message[3]
             if body:
                 self._desk.send(session, [_EVENTS, head, body])
+        for position in rejected:
+            self._check_rejected(view, emissions, position)
         if emissions.endings:
             for ending in emissions.endings:
                 self._on_ending(view, emissions.numbers[ending.position], ending, ending.position in rejected)
             self._pump(self._plans[view.route])
             self._say_if_empty(view)
+
+    def _check_rejected(self, view: ReplicaView, emissions: Emissions, position: int) -> None:
+        """Late entries are dropped; a gap or a repeat in a current attempt ends its request, rather than hang it."""
+        request = self._table.get(emissions.numbers[position])
+        if request is not None and request.slot == view.slot and request.attempt == emissions.attempts[position]:
+            self.num_internal_errors += 1
+            log.error("emission_out_of_order", slot=view.slot, index=emissions.indexes[position])
+            why = "its worker's results came out of order"
+            self._end(request, RequestState.FAILED, Failed(request.name, Code.INTERNAL, why))
 
     @staticmethod
     def _cut(emissions: Emissions, body: bytes, rejected: list[int]) -> tuple[bytes, bytes]:
@@ -399,7 +429,7 @@ class Front(Actor):
             start, end = end, end + length
             if length and position not in rejected:
                 kept.append(body[start:end])
-        return codec.encode({"lengths": [len(payload) for payload in kept]}), b"".join(kept)
+        return codec.encode(EventsHead([len(payload) for payload in kept])), b"".join(kept)
 
     def _on_ending(self, view: ReplicaView, number: int, ending: Ending, is_rejected: bool) -> None:
         request = self._table.get(number)
@@ -407,7 +437,7 @@ class Front(Actor):
         if request is None or is_rejected or ending.outcome == Outcome.WITHDRAWN:
             return
         if ending.outcome == Outcome.FINISHED:
-            self._admission.observe(request.route, len(request.body), ending.num_prompt_tokens, self._clock.now())
+            self._admission.observe_prompt(request.route, len(request.body), ending.num_prompt_tokens)
             self._forget(request, RequestState.FINISHED)
         else:
             self._forget(request, RequestState.FAILED)
@@ -417,7 +447,7 @@ class Front(Actor):
             return
         view.report = told
         plan = self._plans[view.route]
-        plan.router.observe(view.slot, view.epoch, told.busy_s, told.num_tokens)
+        plan.router.observe(view.slot, view.epoch, told.busy_s, told.step, told.num_tokens)
         if view.is_clogged:
             view.is_clogged = False
             self._pump(plan)
@@ -464,3 +494,58 @@ class Front(Actor):
 
     def _on_ask_status(self, question: AskStatus) -> None:
         self._supervise(StatusTold(question.question, self.status()))
+
+    # What anybody may ask.
+
+    def models(self) -> ModelList:
+        """The routes, as placed by the supervisor."""
+        return status.models(self._placed, self._replicas.by_slot.values())
+
+    def status(self) -> StatusReport:
+        """The supervisor's account, completed by what only the front knows. Changes nothing."""
+        routes = [
+            RouteReport(
+                each.route,
+                each.is_ready,
+                each.state,
+                len(self._plans[each.route].order),
+                sum(len(view.in_flight) for view in self._replicas.of_route(each.route)),
+            )
+            for each in self._placed.routes
+            if each.route in self._plans
+        ]
+        replicas = []
+        for placed in self._placed.replicas:
+            plan = self._plans.get(placed.route)
+            tokens_per_s = plan.router.tokens_per_s(placed.slot) if plan is not None else 0.0
+            replicas.append(status.merge(placed, self._replicas.by_slot.get(placed.slot), tokens_per_s))
+        uptime_s = self._clock.now() - self._started_at
+        identity = (__version__, os.getpid(), uptime_s)
+        return status.assemble(self._placed, identity, routes, replicas, self.statistics())
+
+    def statistics(self) -> Counters:
+        """Everything that is counted. Changes nothing."""
+        requests, sessions, desk = self._table.statistics(), self._desk.statistics(), self._desk
+        return Counters(
+            num_sessions=sessions.num_sessions,
+            num_open=requests.num_open,
+            num_queued=requests.num_queued,
+            accepted=requests.num_accepted,
+            refused=self.num_refused,
+            finished=requests.num_finished,
+            failed=requests.num_failed,
+            cancelled=requests.num_cancelled,
+            expired=requests.num_expired,
+            tokens=requests.num_tokens,
+            stale_entries=requests.num_stale,
+            protocol_errors=desk.num_protocol_errors,
+            slow_readers=desk.num_slow_readers,
+            lost_peers=desk.num_lost_peers,
+            internal_errors=self.num_internal_errors,
+            journal_tokens=sum(len(request.ids) for request in self._table),
+            outbox_bytes=sessions.outbox_bytes,
+        )
+
+
+def _limits(config: FrontConfig) -> Limits:
+    return Limits(config.body_bytes_max, config.session_requests_max, config.requests_max)

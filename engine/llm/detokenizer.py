@@ -37,9 +37,7 @@ class Detokenizer:
         "stop_index",
     )
 
-    def __init__(
-        self, tokenizer: ByteTokenizer, stop: tuple[str, ...] = (), include_stop: bool = False
-    ) -> None:
+    def __init__(self, tokenizer: ByteTokenizer, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._stop = stop
         self._first_characters = frozenset(string[0] for string in stop)

@@ -32,7 +32,9 @@ class Row:
 
 
 class Handle(Protocol):
-    """One launched step."""
+    """One launched step. `ready_at` is when it will be done (monotonic seconds), None when nobody can tell."""
+
+    ready_at: float | None
 
     def poll(self) -> bool:
         """True when `wait` would return at once. Changes nothing."""

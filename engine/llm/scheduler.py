@@ -240,8 +240,8 @@ class Scheduler:
         num_known = len(sequence.token_ids)
         length = min(num_known - num_hit, budget)
         end = num_hit + length
-        for _ in range((end + pool.block_size - 1) // pool.block_size - len(table)):
-            table.append(pool.allocate())
+        num_needed = (end + pool.block_size - 1) // pool.block_size - len(table)
+        table.extend(pool.allocate() for _ in range(num_needed))
         if pool.is_cached:
             for key in sequence.keys[len(hits) :]:
                 self._computing.setdefault(key, sequence)

@@ -14,7 +14,7 @@ from ipc.errors import Code, EngineError
 
 @dataclass(slots=True)
 class Loaded:
-    """A runner that is warm, its tokenizer, and the name of what it serves."""
+    """A runner that is warmed up, its tokenizer, and the name of what it serves."""
 
     runner: Runner
     tokenizer: ByteTokenizer
@@ -29,10 +29,10 @@ def load(deployment: Deployment, replica: int) -> Loaded:
 
 
 def _load_sim(deployment: Deployment, replica: int) -> Loaded:
-    from engine.sim.model import SimOptions, SimRunner  # noqa: PLC0415 - a worker imports only the runner it has
+    from engine.sim.model import SimOptions, SimRunner  # a worker imports only the runner it has
 
     sim, llm = deployment.sim, deployment.llm
-    speed = sim.slot_speed[replica % len(sim.slot_speed)] if sim.slot_speed else 1.0
+    speed = sim.speeds[replica % len(sim.speeds)] if sim.speeds else 1.0
     options = SimOptions(
         version=sim.version,
         vocab_size=sim.vocab_size,
@@ -44,6 +44,10 @@ def _load_sim(deployment: Deployment, replica: int) -> Loaded:
         block_size=llm.block_size,
         max_num_seqs=llm.max_num_seqs,
     )
+    if sim.exit_at_start:
+        raise SystemExit(sim.exit_at_start)
     if sim.load_s:
         time.sleep(sim.load_s)  # the fake model pretends that its weights take this long
-    return Loaded(SimRunner(options), ByteTokenizer(sim.vocab_size), sim.version)
+    runner = SimRunner(options)
+    runner.warm(llm.max_batched_tokens)
+    return Loaded(runner, ByteTokenizer(sim.vocab_size), sim.version)

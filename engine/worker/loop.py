@@ -122,7 +122,7 @@ class WorkerLoop:
             live = self._take_in(assign, codec.decode(body, Generate))
         except (EngineError, ProtocolError) as error:
             self._refuse(assign, Failed(assign.request, error.code, error.message, error.field))
-        except Exception as error:  # the boundary around one request
+        except Exception as error:  # noqa: BLE001 - the boundary around one request
             self._refuse(assign, Failed(assign.request, "internal", f"{type(error).__name__}: {error}"))
         if live is not None:
             self._lives[assign.number] = live

@@ -32,18 +32,14 @@ def decided(data: bytes) -> str:
     if len(data) > 1 and data[-2] == 0xED and 0xA0 <= data[-1] <= 0xBF:
         data = data[:-1]
     texts = [(data + more).decode("utf-8", "replace") for more in CONTINUATIONS]
-    return "".join(
-        column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False))
-    )
+    return "".join(column[0] for column in takewhile(lambda column: len(set(column)) == 1, zip(*texts, strict=False)))
 
 
 def earliest(text: str, stop: Seq[str]) -> tuple[int, int, str] | None:
     return min(((text.find(s), -len(s), s) for s in stop if s in text), default=None)
 
 
-def reference(
-    pieces: Seq[bytes], stop: Seq[str], include_stop: bool
-) -> tuple[list[str], str, str | None, int | None]:
+def reference(pieces: Seq[bytes], stop: Seq[str], include_stop: bool) -> tuple[list[str], str, str | None, int | None]:
     """Text sent after each id, the whole text, the stop string and the index of the id that completed it."""
     sent: list[str] = []
     for n in range(1, len(pieces) + 1):
@@ -81,10 +77,7 @@ def run(pieces: Seq[bytes], stop: tuple[str, ...], include_stop: bool, sizes: Se
 
 
 awkward_bytes = st.sampled_from(
-    [
-        bytes((byte,))
-        for byte in b"abc \xc3\xa9\xe2\x82\xac\xf0\x9f\x91\x8b\xe0\xed\xa0\xf4\x90\xff\xc0\xef\xbf\xbd"
-    ]
+    [bytes((byte,)) for byte in b"abc \xc3\xa9\xe2\x82\xac\xf0\x9f\x91\x8b\xe0\xed\xa0\xf4\x90\xff\xc0\xef\xbf\xbd"]
 )
 any_piece = st.one_of(
     awkward_bytes,

@@ -205,9 +205,7 @@ def test_without_a_fault_the_third_id_is_right() -> None:
         (row([99], TABLE, start=5, seat=0, prompt=6, sampled=False), {}),  # rewritten by itself
     ],
 )
-def test_a_wrong_block_slot_length_or_eviction_changes_the_id(
-    fault: Row | None, changes: dict[str, object]
-) -> None:
+def test_a_wrong_block_slot_length_or_eviction_changes_the_id(fault: Row | None, changes: dict[str, object]) -> None:
     if changes.get("seat") == 1:
         fault = row([5], [9], seat=1)
     assert after_fault(fault, **changes) != expected(PROMPT, 3)[2:]
@@ -351,9 +349,7 @@ def test_a_step_is_waited_for_once() -> None:
 @pytest.mark.parametrize("is_async", [True, False])
 def test_warm_up_takes_its_time_and_leaves_no_trace(is_async: bool) -> None:
     clock = HandClock()
-    options = SimOptions(
-        step_s=1.0, token_s=0.5, num_blocks=3, block_size=4, max_num_seqs=2, is_async=is_async
-    )
+    options = SimOptions(step_s=1.0, token_s=0.5, num_blocks=3, block_size=4, max_num_seqs=2, is_async=is_async)
     runner = SimRunner(options, clock, clock.sleep)
     runner.warm(8)
     assert clock.now() == 100.0 + (1 + 0.5 * 8) + (1 + 0.5 * 2)

@@ -10,9 +10,7 @@ def test_ids_are_the_bytes_of_the_text() -> None:
     tokenizer = ByteTokenizer()
     assert tokenizer.encode("aé👋") == [0x61, 0xC3, 0xA9, 0xF0, 0x9F, 0x91, 0x8B]
     assert tokenizer.encode("") == []
-    assert (
-        b"".join(map(tokenizer.token_bytes, tokenizer.encode("ďa 客 한국\x00"))) == "ďa 客 한국\x00".encode()
-    )
+    assert b"".join(map(tokenizer.token_bytes, tokenizer.encode("ďa 客 한국\x00"))) == "ďa 客 한국\x00".encode()
 
 
 def test_vocabulary_is_the_bytes_and_one_end_of_text() -> None:

@@ -1,0 +1,349 @@
+"""Owns the configuration: its shape, its bounds, where each value came from, and what a reload may change.
+
+A setting says of itself when a change takes effect: `live` at once, `replica` when a replica next starts, `engine` only
+when the engine does. Knows no socket and no process. Called by the command line and passed on as frozen Structs.
+"""
+
+import difflib
+import hashlib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct
+
+EXIT_CONFIG: Final = 78
+CHILD_PREFIX: Final = "ENGINE_CHILD_"
+RESERVED: Final = frozenset({"ENGINE_PYTHON"})
+SOCKET_PATH_MAX: Final = 107
+LONGEST_SOCKET: Final = "/client"
+
+
+class ConfigError(Exception):
+    """The configuration is wrong: `field` is the TOML path. The process exits with 78."""
+
+    def __init__(self, message: str, field: str = "", source: str = "") -> None:
+        super().__init__(message)
+        self.message, self.field, self.source = message, field, source
+
+    def __str__(self) -> str:
+        where = ": ".join(part for part in (self.source, self.field) if part)
+        return f"{where}: {self.message}" if where else self.message
+
+
+def _meta(applies: str, description: str, **bounds: Any) -> Meta:
+    return Meta(description=description, extra={"applies": applies}, extra_json_schema={"applies": applies}, **bounds)
+
+
+class Engine(Struct, frozen=True, forbid_unknown_fields=True):
+    """[engine]: the process as a whole."""
+
+    run_dir: Annotated[str, _meta("engine", "directory of the sockets; empty: $XDG_RUNTIME_DIR/engine or /tmp")] = ""
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], _meta("engine", "least level that is logged, to stderr")
+    ] = "info"
+    drain_s: Annotated[float, _meta("live", "a drain that takes longer is cut off", ge=0, le=86_400)] = 30.0
+    stop_grace_s: Annotated[float, _meta("live", "a worker told to end is killed after this", ge=0.1, le=600)] = 5.0
+
+
+class Front(Struct, frozen=True, forbid_unknown_fields=True):
+    """[front]: limits of the client side."""
+
+    sessions_max: Annotated[int, _meta("live", "open sessions", ge=1, le=65_536)] = 4096
+    session_requests_max: Annotated[int, _meta("live", "open requests of one session", ge=1, le=1_000_000)] = 8192
+    requests_max: Annotated[int, _meta("engine", "open requests of the engine", ge=1, le=10_000_000)] = 65_536
+    body_bytes_max: Annotated[int, _meta("engine", "bytes of one request", ge=1024, le=16_777_216)] = 1_048_576
+    heartbeat_s: Annotated[float, _meta("engine", "a client says something at least this often", ge=0.05, le=60)] = 1.0
+    heartbeat_misses: Annotated[int, _meta("live", "silent heartbeats after which a client is gone", ge=2, le=100)] = 5
+    outbox_messages_max: Annotated[int, _meta("live", "messages kept for a client that does not read", ge=1)] = 1024
+    outbox_bytes_max: Annotated[int, _meta("live", "bytes kept for a client that does not read", ge=1024)] = 8_388_608
+    send_hwm: Annotated[int, _meta("engine", "messages libzmq holds per client before the outbox", ge=1)] = 256
+    age_step_s: Annotated[float, _meta("engine", "waiting that lifts a request by one class", ge=0.01, le=3600)] = 5.0
+    scan_max: Annotated[int, _meta("engine", "requests that may pass one that does not fit", ge=1, le=1024)] = 32
+
+
+class Llm(Struct, frozen=True, forbid_unknown_fields=True):
+    """[deployment.llm]: continuous batching."""
+
+    max_model_len: Annotated[int, _meta("replica", "tokens of prompt and answer together", ge=2, le=1_048_576)] = 2048
+    block_size: Annotated[int, _meta("replica", "KV positions per block", ge=1, le=1024)] = 16
+    num_blocks: Annotated[int, _meta("replica", "KV blocks of one replica", ge=1, le=1_048_576)] = 4096
+    max_num_seqs: Annotated[int, _meta("replica", "seats: sequences running at once", ge=1, le=4096)] = 64
+    max_batched_tokens: Annotated[int, _meta("replica", "token budget of one step", ge=1, le=1_048_576)] = 256
+    prefix_cache: Annotated[bool, _meta("replica", "reuse the blocks of equal beginnings")] = True
+
+
+class Sim(Struct, frozen=True, forbid_unknown_fields=True):
+    """[deployment.sim]: the fake model. A step takes step_ms + token_us * tokens + seat_us * sequences."""
+
+    version: Annotated[str, _meta("replica", "name that enters the hash chain", min_length=1, max_length=64)] = "sim-1"
+    vocab_size: Annotated[int, _meta("replica", "256 bytes and the end of text", ge=1, le=257)] = 257
+    step_ms: Annotated[float, _meta("replica", "base time of a step, milliseconds", ge=0, le=60_000)] = 5.0
+    token_us: Annotated[float, _meta("replica", "time per token in a step, microseconds", ge=0, le=1e6)] = 0.0
+    seat_us: Annotated[float, _meta("replica", "time per sequence in a step, microseconds", ge=0, le=1e6)] = 0.0
+    overlap: Annotated[bool, _meta("replica", "compute beside the host, as a GPU does")] = True
+    load_s: Annotated[float, _meta("replica", "pretended time to load weights, seconds", ge=0, le=3600)] = 0.0
+    speeds: Annotated[
+        list[Annotated[float, Meta(gt=0, le=1000)]],
+        _meta("replica", "speed factor of replica 0, 1, ... in turn; empty: all 1", max_length=64),
+    ] = []
+    exit_at_start: Annotated[
+        int, _meta("replica", "exit with this code instead of loading; 0: do not", ge=0, le=255)
+    ] = 0
+    exit_after_s: Annotated[float, _meta("replica", "die this long after READY; 0: do not", ge=0, le=86_400)] = 0.0
+
+
+class Queue(Struct, frozen=True, forbid_unknown_fields=True):
+    """[deployment.queue]: waiting in the front."""
+
+    max_queued: Annotated[int, _meta("live", "requests that may wait; the next is refused", ge=1, le=1_000_000)] = 1024
+    default_class: Annotated[
+        Literal["realtime", "interactive", "batch"], _meta("live", "class of a request that names none")
+    ] = "interactive"
+    default_deadline_ms: Annotated[int, _meta("live", "deadline of a request without one; 0: none", ge=0)] = 0
+
+
+class Restart(Struct, frozen=True, forbid_unknown_fields=True):
+    """[deployment.restart]: how often a replica may die."""
+
+    intensity: Annotated[int, _meta("live", "deaths within period_s that are survived", ge=0, le=10_000)] = 5
+    period_s: Annotated[float, _meta("live", "window of the deaths, seconds", ge=1, le=86_400)] = 60.0
+    backoff_s: Annotated[
+        float, _meta("live", "wait before the first restart, doubled for each death", ge=0, le=600)
+    ] = 0.2
+    backoff_max_s: Annotated[float, _meta("live", "longest wait before a restart", ge=0, le=3600)] = 10.0
+    boot_s: Annotated[float, _meta("live", "a start that takes longer has failed", ge=0.5, le=86_400)] = 120.0
+    hang_floor_s: Annotated[float, _meta("replica", "no step is called hung before this", ge=0.5, le=3600)] = 5.0
+
+
+class Deployment(Struct, frozen=True, forbid_unknown_fields=True):
+    """[[deployment]]: one model behind one route."""
+
+    route: Annotated[str, _meta("engine", "public name", pattern=r"^[A-Za-z0-9._/-]{1,64}$")]
+    runner: Annotated[Literal["sim", "llm", "tensor"], _meta("engine", "what computes; only sim is built so far")] = (
+        "sim"
+    )
+    replicas: Annotated[int, _meta("engine", "running copies", ge=1, le=64)] = 1
+    llm: Llm = Llm()
+    sim: Sim = Sim()
+    queue: Queue = Queue()
+    restart: Restart = Restart()
+
+
+class Config(Struct, frozen=True, forbid_unknown_fields=True):
+    """A whole configuration file."""
+
+    deployment: Annotated[list[Deployment], Meta(min_length=1, max_length=256)]
+    engine: Engine = Engine()
+    front: Front = Front()
+
+
+SECTIONS: Final[dict[str, type[Struct]]] = {"engine": Engine, "front": Front}
+TABLES: Final[dict[str, type[Struct]]] = {"llm": Llm, "sim": Sim, "queue": Queue, "restart": Restart}
+
+
+def load(path: str | None, sets: list[str], environ: Mapping[str, str] = os.environ) -> Config:
+    """The effective configuration: --set over ENGINE_* over the file over defaults. Raises ConfigError."""
+    return load_with_sources(path, sets, environ)[0]
+
+
+def load_with_sources(
+    path: str | None, sets: list[str], environ: Mapping[str, str] = os.environ
+) -> tuple[Config, dict[str, str]]:
+    """As `load`, and for each path set anywhere, where: file, environment or flag."""
+    tree = _read(path)
+    sources = dict.fromkeys((leaf for leaf, _ in _leaves(tree)), "file")
+    for name, value in _from_environment(environ):
+        _put(tree, name, value)
+        sources[name] = "environment"
+    for item in sets:
+        name, separator, text = item.partition("=")
+        if not separator:
+            raise ConfigError(f"--set wants section.key=value, not {item!r}")
+        where = _resolve(tree, name)
+        _put(tree, where, _value(text))
+        sources[where] = "flag"
+    try:
+        config = msgspec.convert(tree, Config)
+    except msgspec.ValidationError as error:
+        raise _explain(error, path or "") from error
+    return _checked(config, path or ""), sources
+
+
+def _read(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(error.strerror or str(error), source=path) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not TOML: {error}", source=path) from error
+
+
+def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any]]:
+    """ENGINE_RUN_DIR is engine.run_dir, ENGINE_FRONT_SCAN_MAX is front.scan_max. Raises ConfigError for near misses."""
+    known = {
+        f"ENGINE_{'' if section == 'engine' else section.upper() + '_'}{key.upper()}": f"{section}.{key}"
+        for section, struct in SECTIONS.items()
+        for key in struct.__struct_fields__
+    }
+    found = []
+    for name, text in sorted(environ.items()):
+        if name in known:
+            path = known[name]
+            is_text = path in {"engine.run_dir", "engine.log_level"}
+            found.append((path, text if is_text else _value(text)))
+        elif name.startswith("ENGINE_") and not name.startswith(CHILD_PREFIX) and name not in RESERVED:
+            near = difflib.get_close_matches(name, known, 1, 0.8)
+            if near:
+                raise ConfigError(f"unknown variable; did you mean {near[0]}?", name, "environment")
+    return found
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or the text itself when it is none."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _resolve(tree: dict[str, Any], name: str) -> str:
+    """`deployment.ROUTE.key` or `deployment.0.key` as `deployment[0].key`; other paths as they are."""
+    parts = name.split(".")
+    if parts[0] != "deployment":
+        return name
+    deployments = tree.get("deployment", [])
+    for length in range(len(parts) - 1, 1, -1):  # a route may contain dots
+        which = ".".join(parts[1:length])
+        for index, deployment in enumerate(deployments):
+            if which == str(index) or (isinstance(deployment, dict) and deployment.get("route") == which):
+                return ".".join([f"deployment[{index}]", *parts[length:]])
+    raise ConfigError(f"no such deployment; use deployment.ROUTE.key or deployment.0.key, not {name!r}", name)
+
+
+def _put(tree: dict[str, Any], path: str, value: Any) -> None:
+    *parents, key = path.split(".")
+    here: Any = tree
+    for parent in parents:
+        name, _, index = parent.partition("[")
+        here = here.setdefault(name, {})
+        if index:
+            here = here[int(index.rstrip("]"))]
+        if not isinstance(here, dict):
+            raise ConfigError("is not a table", path)
+    here[key] = value
+
+
+def _explain(error: msgspec.ValidationError, source: str) -> ConfigError:
+    """msgspec's message with a TOML path, and the nearest key for a typing error."""
+    text, _, where = str(error).partition(" - at `$")
+    field = where.rstrip("`").lstrip(".").replace("[...]", "[]")
+    if "unknown field" in text:
+        key = text.split("`")[1]
+        path = f"{field}.{key}" if field else key
+        table = field.split(".")[-1].split("[")[0] if field else ""
+        tables: dict[str, type[Struct]] = {**SECTIONS, **TABLES, "deployment": Deployment}
+        struct = tables.get(table, Config)
+        near = difflib.get_close_matches(key, struct.__struct_fields__, 1, 0.5)
+        hint = f"; did you mean {near[0]}?" if near else f"; known here: {', '.join(struct.__struct_fields__)}"
+        return ConfigError(f"unknown key{hint}", path, source)
+    if "missing required field" in text:
+        key = text.split("`")[1]
+        return ConfigError("is missing", f"{field}.{key}" if field else key, source)
+    return ConfigError(text, field, source)
+
+
+def _checked(config: Config, source: str) -> Config:
+    """What no single field can say. Raises ConfigError."""
+    routes: set[str] = set()
+    for index, deployment in enumerate(config.deployment):
+        path, llm = f"deployment[{index}]", deployment.llm
+        if deployment.route in routes:
+            raise ConfigError(f"a second deployment of route {deployment.route!r}", f"{path}.route", source)
+        routes.add(deployment.route)
+        if deployment.runner != "sim":
+            raise ConfigError(f"{deployment.runner!r} is not built yet; 'sim' is", f"{path}.runner", source)
+        capacity = llm.num_blocks * llm.block_size
+        if llm.max_model_len > capacity:
+            message = f"{llm.max_model_len} is over num_blocks * block_size = {capacity}"
+            raise ConfigError(message, f"{path}.llm.max_model_len", source)
+    run_dir = config.engine.run_dir or default_run_dir()
+    size = len((run_dir + LONGEST_SOCKET).encode())
+    if size > SOCKET_PATH_MAX:
+        message = f"{run_dir} makes a socket path of {size} bytes; the kernel allows {SOCKET_PATH_MAX}"
+        raise ConfigError(message, "engine.run_dir", source)
+    return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, run_dir=run_dir))
+
+
+def default_run_dir() -> str:
+    """Where an engine of this user listens unless it is told otherwise."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return str(Path(runtime) / "engine") if runtime else f"/tmp/engine-{os.getuid()}"
+
+
+def _leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:
+    """Every (path, value) below a tree of tables and arrays of tables."""
+    if isinstance(tree, dict):
+        return [leaf for key, value in tree.items() for leaf in _leaves(value, f"{path}.{key}" if path else key)]
+    if isinstance(tree, list) and any(isinstance(item, dict) for item in tree):
+        return [leaf for index, item in enumerate(tree) for leaf in _leaves(item, f"{path}[{index}]")]
+    return [(path, tree)]
+
+
+def leaves(config: Config) -> dict[str, Any]:
+    """Effective values by path. Changes nothing."""
+    return dict(_leaves(msgspec.to_builtins(config)))
+
+
+def applies(path: str) -> str:
+    """When a change of this path takes effect: live, replica or engine."""
+    struct: Any = Config
+    mark = "engine"
+    for part in path.split("."):
+        name = part.partition("[")[0]
+        hints = get_type_hints(struct, include_extras=True)
+        hint = hints.get(name)
+        if hint is None:
+            return "engine"
+        for meta in getattr(hint, "__metadata__", ()):
+            if meta.extra and "applies" in meta.extra:
+                mark = meta.extra["applies"]
+        struct = _struct_in(hint)
+        if struct is None:
+            break
+    return mark
+
+
+def _struct_in(hint: Any) -> Any:
+    """The Struct that a hint is, or is a list of."""
+    if isinstance(hint, type) and issubclass(hint, Struct):
+        return hint
+    for inner in get_args(hint) if get_origin(hint) is not None else ():
+        found = _struct_in(inner)
+        if found is not None:
+            return found
+    return None
+
+
+def changes(old: Config, new: Config) -> list[tuple[str, str]]:
+    """(path, when it applies) of every value that differs; a deployment that comes or goes is an engine change."""
+    if [each.route for each in old.deployment] != [each.route for each in new.deployment]:
+        return [("deployment", "engine")]
+    before, after = leaves(old), leaves(new)
+    differing = [path for path in sorted(before.keys() | after.keys()) if before.get(path) != after.get(path)]
+    return [(path, applies(path)) for path in differing]
+
+
+def schema() -> dict[str, Any]:
+    """JSON Schema of a configuration file, with descriptions, bounds and when each setting applies."""
+    return msgspec.json.schema(Config)
+
+
+def config_hash(config: Config) -> str:
+    """Twelve hexadecimal digits that change with any effective value."""
+    return hashlib.blake2b(msgspec.json.encode(config, order="deterministic"), digest_size=6).hexdigest()

@@ -1,0 +1,119 @@
+"""Owns how an engine is put together: run directory, sockets, event loop, the two actors, signals, exit code.
+
+The only place that knows both actors. Called by `engine serve`. Everything it opens it closes, also when it fails
+half-way; whatever it starts dies with it.
+"""
+
+import asyncio
+import faulthandler
+import os
+import signal
+from collections.abc import Callable
+from typing import Final
+
+import structlog
+import uvloop
+import zmq
+
+from engine.clock import MonotonicClock
+from engine.config import Config, ConfigError, changes, config_hash
+from engine.front.main import Front
+from engine.run_dir import RunDir
+from engine.supervisor.main import Supervisor
+from engine.telemetry import configure_logging
+from ipc.channel import ipc_address, router
+from ipc.messages import AdminReply
+
+ZMQ_MIN: Final = (4, 3, 5)
+FRAME_SLACK: Final = 65_536
+ADMIN_BYTES_MAX: Final = 65_536
+WORKER_BYTES_MAX: Final = 64 * 1024 * 1024
+
+log = structlog.get_logger("engine")
+
+
+class Server:
+    """One engine. `run` returns its exit code."""
+
+    def __init__(self, config: Config, read: Callable[[], Config]) -> None:
+        """`read` reads the configuration again, for a reload."""
+        self._config = config
+        self._read = read
+        self._end: asyncio.Event | None = None
+        self._front: Front
+        self._supervisor: Supervisor
+
+    def run(self) -> int:
+        """Serve until drained or stopped. Raises EngineError when the run directory cannot be used."""
+        if zmq.zmq_version_info() < ZMQ_MIN:
+            raise ConfigError(f"libzmq {zmq.zmq_version()} is too old; {'.'.join(map(str, ZMQ_MIN))} is needed")
+        configure_logging(self._config.engine.log_level)
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
+        run_dir = RunDir(self._config.engine.run_dir)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, 65_535)
+        try:
+            return uvloop.run(self._serve(context))
+        finally:
+            context.destroy(0)
+            run_dir.close()
+
+    async def _serve(self, context: "zmq.Context[zmq.Socket[bytes]]") -> int:
+        loop = asyncio.get_running_loop()
+        self._end = asyncio.Event()
+        config, clock = self._config, MonotonicClock()
+        client = self._bind(context, "client", config.front.body_bytes_max + FRAME_SLACK, config.front.send_hwm)
+        worker = self._bind(context, "worker", WORKER_BYTES_MAX, 10_000)
+        admin = self._bind(context, "admin", ADMIN_BYTES_MAX, 100)
+        self._front = Front(loop, config, (client, worker), clock, lambda message: self._supervisor.post(message))
+        ends = (self._front.post, self.reload, self._end.set)
+        self._supervisor = Supervisor(loop, config, admin, clock, ends)
+        self._watch_signals(loop)
+        self._front.start()
+        self._supervisor.start()
+        log.info("serving", run_dir=config.engine.run_dir, pid=os.getpid(), config=config_hash(config))
+        await self._end.wait()
+        self._front.stop()
+        self._supervisor.close()
+        log.info("ended")
+        return 0
+
+    def _bind(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", name: str, bytes_max: int, send_hwm: int
+    ) -> "zmq.Socket[bytes]":
+        socket = router(context, bytes_max, send_hwm)
+        socket.bind(ipc_address(self._config.engine.run_dir, name))
+        return socket
+
+    def _watch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
+        loop.add_signal_handler(signal.SIGTERM, self._on_stop_signal)
+        loop.add_signal_handler(signal.SIGINT, self._on_stop_signal)
+        loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
+
+    def _on_stop_signal(self) -> None:
+        """The first drains, the second stops now."""
+        if self._supervisor.is_draining:
+            self._supervisor.stop_now()
+        else:
+            self._supervisor.drain()
+
+    def _on_reload_signal(self) -> None:
+        reply = self.reload()
+        (log.info if reply.ok else log.error)("reload", message=reply.message, changed=reply.changed)
+
+    def reload(self) -> AdminReply:
+        """Read the configuration again; refused whole when it touches what only a start can change."""
+        try:
+            config = self._read()
+        except ConfigError as error:
+            return AdminReply(False, f"nothing changed: {error}")
+        differing = changes(self._config, config)
+        refused = [path for path, applies in differing if applies == "engine"]
+        if refused:
+            return AdminReply(False, f"nothing changed: {', '.join(refused)} needs a restart of the engine", refused)
+        self._config = config
+        self._front.post(config)
+        self._supervisor.post(config)
+        listed = [f"{path} ({applies})" for path, applies in differing]
+        return AdminReply(True, f"{len(listed)} settings changed" if listed else "nothing differs", listed)
