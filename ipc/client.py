@@ -328,8 +328,10 @@ class AsyncClient:
                 self._on_error(codec.decode(frames[2], Error))
             elif kind is not Kind.PONG:
                 self._on_answer(kind, frames)
-        except (ProtocolError, IndexError):
+        except (ProtocolError, IndexError) as error:
+            # Whose event it was cannot be told: better one clear end for each than a request that waits for ever.
             self._num_protocol_errors += 1
+            self._lose(f"the front sent what cannot be read: {error}")
 
     def _on_welcome(self, welcome: Welcome) -> None:
         self._welcome = welcome

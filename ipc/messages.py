@@ -157,7 +157,7 @@ class Finished(Struct, frozen=True, tag="finished"):
     ids: list[int]
     reason: str
     usage: Usage
-    seed: Count = 0
+    seed: Seed = 0
     matched: str = ""
 
 
