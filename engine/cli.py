@@ -195,7 +195,8 @@ def states(as_json: bool) -> None:
     from engine.supervisor.states import TRANSITIONS as REPLICA
 
     machines: dict[str, dict[str, list[str]]] = {}
-    for name, table in {"request": REQUEST, "sequence": SEQUENCE, "replica": REPLICA}.items():
+    tables: dict[str, Any] = {"request": REQUEST, "sequence": SEQUENCE, "replica": REPLICA}
+    for name, table in tables.items():
         machines[name] = {str(state.value): sorted(str(to.value) for to in follow) for state, follow in table.items()}
     if as_json:
         _print_json(machines)
@@ -224,7 +225,7 @@ def doctor(as_json: bool, run_dir: str | None) -> None:
 def main() -> None:
     """Run the command line and turn every failure into a line and an exit code."""
     try:
-        cli.main(standalone_mode=False)
+        cli.main(prog_name="engine", standalone_mode=False)
     except click.exceptions.Exit as end:
         sys.exit(end.exit_code)
     except click.ClickException as error:

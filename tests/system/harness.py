@@ -25,6 +25,8 @@ from ipc.messages import ReplicaReport, StatusReport
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 20.0
+# The suite can run its engines under `python -O`, where assertions are compiled away.
+OPTIMIZE = {"PYTHONOPTIMIZE": "1"} if os.environ.get("ENGINE_TEST_OPTIMIZE") else {}
 
 SIM = """
 [[deployment]]
@@ -95,7 +97,7 @@ class EngineProcess:
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "ENGINE_RUN_DIR": self.run_dir, **self.environment},
+                env={**os.environ, "ENGINE_RUN_DIR": self.run_dir, **OPTIMIZE, **self.environment},
             )
         return self
 
