@@ -67,6 +67,7 @@ class _Class:
     heap: list[tuple[float, str]] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     num_live: int = 0
+    num_busy: int = 0  # tenants with something waiting
     virtual: float = 0.0  # virtual time: the largest counter that was at the head; never goes back
 
 
@@ -102,6 +103,7 @@ class Order:
             if not tenant.is_in_heap:
                 tenant.is_in_heap = True
                 heappush(group.heap, (tenant.counter, tenant.name))
+            group.num_busy += 1
         tenant.num_live += 1
         heappush(tenant.entries, (request.deadline_at, request.arrived_at, request.number))
 
@@ -123,6 +125,7 @@ class Order:
         if request is None:
             return False
         self._drop(request)
+        self._sweep(self._classes[request.priority])
         return True
 
     def _drop(self, request: Request) -> None:
@@ -140,15 +143,21 @@ class Order:
         if len(tenant.entries) > GARBAGE_MIN + 2 * tenant.num_live:
             tenant.entries = [each for each in tenant.entries if each[2] in live]
             heapify(tenant.entries)
-        if not tenant.num_live and len(group.tenants) > GARBAGE_MIN + 2 * len(group.heap):
-            self._forget_idle(group)
+        group.num_busy -= not tenant.num_live
 
     @staticmethod
-    def _forget_idle(group: _Class) -> None:
-        """An idle tenant below virtual time would start there anyway: forgetting it changes nothing."""
-        for name, tenant in list(group.tenants.items()):
-            if not tenant.num_live and tenant.counter <= group.virtual:
-                del group.tenants[name]
+    def _sweep(group: _Class) -> None:
+        """Keep the tenants that wait, and of the idle ones those that owe most: O(1) on average, memory bounded."""
+        tenants = group.tenants
+        if max(len(tenants), len(group.heap)) <= GARBAGE_MIN + 2 * group.num_busy:
+            return
+        idle = sorted((each for each in tenants.values() if not each.num_live), key=lambda each: each.counter)
+        for each in idle[: len(idle) - GARBAGE_MIN // 2]:
+            del tenants[each.name]
+        for each in tenants.values():
+            each.is_in_heap = each.num_live > 0
+        group.heap = [(each.counter, each.name) for each in tenants.values() if each.is_in_heap]
+        heapify(group.heap)
 
     def _ranked(self) -> list[_Class]:
         """Classes with work, best first."""
@@ -177,6 +186,8 @@ class Order:
             heappush(tenant.entries, entry)
             if chosen is not None:
                 self._passes[entry[2]] = self._passes.get(entry[2], 0) + 1
+        if chosen is not None:
+            self._sweep(self._classes[chosen.priority])
         return chosen
 
     def _pop_class(self, group: _Class, search: _Search) -> Request | None:
