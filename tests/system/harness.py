@@ -90,6 +90,8 @@ class EngineProcess:
         return self.directory / "engine.toml"
 
     def start(self) -> "EngineProcess":
+        if self.process is not None:
+            self.process.wait(DEADLINE_S)  # the one before: killed by the test
         self.config_path.write_text(self.toml)
         with (self.directory / "log").open("ab") as log:
             self.process = subprocess.Popen(

@@ -46,13 +46,13 @@ def test_a_second_sigterm_stops_now():
 
 
 def test_a_drain_that_takes_too_long_is_cut_off():
-    with engine(sim_toml(step_ms=100, engine="drain_s = 0.5\nstop_grace_s = 0.5")) as running:
-        with running.wait_ready().client() as client:
-            stream = client.stream("sim", "x", max_tokens=3000, ignore_eos=True)
-            next(stream)
-            running.signal(signal.SIGTERM)
-            assert running.wait_exit(5.0) == 0
-            assert isinstance(list(stream)[-1], Failed)
+    toml = sim_toml(step_ms=100, engine="drain_s = 0.5\nstop_grace_s = 0.5")
+    with engine(toml) as running, running.wait_ready().client() as client:
+        stream = client.stream("sim", "x", max_tokens=3000, ignore_eos=True)
+        next(stream)
+        running.signal(signal.SIGTERM)
+        assert running.wait_exit(5.0) == 0
+        assert isinstance(list(stream)[-1], Failed)
 
 
 def test_one_replica_is_drained_and_the_rest_serves():

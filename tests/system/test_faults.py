@@ -103,7 +103,8 @@ def generate_or_none(client):
     try:
         return client.generate("sim", "x", max_tokens=3, ignore_eos=True)
     except EngineError as error:
-        assert error.is_retryable, error
+        if not error.is_retryable:
+            raise
         return None
 
 
@@ -154,7 +155,7 @@ def bad(running: EngineProcess):
 
 
 def test_a_worker_that_always_dies_after_ready_ends_failed_and_others_serve():
-    """curie-eng/curie#2637, bobmatnyc/trusty-tools#3631: each brief success cleared the counter, so it never gave up."""
+    """curie-eng/curie#2637, bobmatnyc/trusty-tools#3631: each brief success cleared the counter."""
     with engine(TWO_ROUTES.format(sim="exit_after_s = 0.2")) as running:
         until(lambda: bad(running) and bad(running).state == "failed", what="FAILED")
         report = bad(running)
@@ -175,13 +176,13 @@ def test_a_broken_configuration_is_not_retried_and_another_boot_failure_three_ti
 
 
 def test_a_dead_worker_gets_no_traffic():
-    """xorbitsai/inference#943: of two workers one is killed, fifty requests at once, all new ones go to the live one."""
-    with engine(sim_toml(replicas=2, restart="backoff_s = 30\nbackoff_max_s = 30")) as running:
-        with running.wait_ready().client() as client:
-            os.kill(running.replicas()[1].pid, signal.SIGKILL)
-            until(lambda: state_of(running, 1) == "backoff", what="BACKOFF")
-            for each in [client.stream("sim", "x", max_tokens=5, ignore_eos=True) for _ in range(50)]:
-                assert isinstance(list(each)[-1], Finished)
+    """xorbitsai/inference#943: of two workers one is killed, then fifty requests at once all go to the other."""
+    toml = sim_toml(replicas=2, restart="backoff_s = 30\nbackoff_max_s = 30")
+    with engine(toml) as running, running.wait_ready().client() as client:
+        os.kill(running.replicas()[1].pid, signal.SIGKILL)
+        until(lambda: state_of(running, 1) == "backoff", what="BACKOFF")
+        for each in [client.stream("sim", "x", max_tokens=5, ignore_eos=True) for _ in range(50)]:
+            assert isinstance(list(each)[-1], Finished)
 
 
 def test_with_every_worker_dead_the_engine_says_not_ready_within_three_seconds():
