@@ -173,8 +173,10 @@ def _after_end(replica: Replica, seen: Seen, policy: RestartPolicy, now: float, 
     """The process is gone: stopped as wanted, or a death that may be answered by a restart."""
     status = seen.exit_status if seen.exit_status is not None else 0
     reason = _why(replica, status, seen.page)
+    if replica.state is ReplicaState.STOPPING:
+        return Move(ReplicaState.STOPPED, Action.REAP)  # as it was told, whatever is wanted now
     if replica.target is Target.STOP:
-        return Move(ReplicaState.STOPPED, Action.REAP, "" if replica.state is ReplicaState.STOPPING else reason)
+        return Move(ReplicaState.STOPPED, Action.REAP, reason)
     if status == EXIT_CONFIG:
         return Move(ReplicaState.FAILED, Action.REAP, f"{reason}: its configuration or weights are wrong")
     if not replica.was_ready and replica.num_boot_failures + 1 >= BOOT_TRIES:
@@ -209,7 +211,7 @@ def apply(replica: Replica, move: Move, policy: RestartPolicy, now: float) -> No
     if move.action is Action.SPAWN:
         replica.epoch += 1  # before the spawn: whatever an older process still says is stale
         replica.spawned_at, replica.killed_at, replica.was_ready = now, inf, False
-    if move.action is Action.REAP and replica.target is Target.RUN:
+    if move.action is Action.REAP and move.to is not ReplicaState.STOPPED:
         replica.deaths = [at for at in replica.deaths if now - at < policy.period_s] + [now]
         replica.num_deaths += 1
         replica.num_boot_failures = 0 if replica.was_ready else replica.num_boot_failures + 1
