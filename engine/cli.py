@@ -18,7 +18,7 @@ EXIT_UNAVAILABLE: Final = 69
 EXIT_TEMPORARY: Final = 75
 EXIT_CONFIG: Final = 78
 EXIT_INTERRUPTED: Final = 130
-DEFAULT_CONFIG: Final = "configs/sim.toml"
+DEFAULT_CONFIG: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "configs", "sim.toml")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,7 +59,7 @@ def _print_json(value: Any) -> None:
 @click.argument("config", required=False, type=click.Path(dir_okay=False))
 @config_option
 def serve(config: str | None, sets: tuple[str, ...]) -> None:
-    """Run the engine in the foreground.
+    """Run the engine in the foreground; without CONFIG, configs/sim.toml: four workers with the fake model.
 
     SIGTERM drains and ends, a second one stops now; SIGHUP reads the configuration again; SIGUSR1 prints stacks.
     """
@@ -67,7 +67,7 @@ def serve(config: str | None, sets: tuple[str, ...]) -> None:
     from engine.serve import Server
 
     def read() -> Config:
-        return load(config, list(sets))
+        return load(config or DEFAULT_CONFIG, list(sets))
 
     sys.exit(Server(read(), read).run())
 

@@ -1,0 +1,71 @@
+"""What may be loaded where: each module in a fresh interpreter, and none of them brings torch."""
+
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import engine
+import ipc
+
+ROOT = Path(__file__).resolve().parents[1]
+HEAVY = {"torch", "numpy", "aiohttp", "pynvml"}
+
+
+def modules() -> list[str]:
+    found = [
+        module.name
+        for package in (ipc, engine)
+        for module in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+        if not module.name.endswith("__main__")
+    ]
+    assert len(found) > 40
+    return found
+
+
+def loaded_by(code: str) -> set[str]:
+    code += "\nimport json, sys; print(json.dumps(sorted(sys.modules)))"
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(json.loads(told.stdout.splitlines()[-1]))
+
+
+def test_no_module_brings_torch():
+    """One interpreter imports all of them; if a heavy one shows up, the next test says who brought it."""
+    loaded = loaded_by("\n".join(f"import {name}" for name in modules()))
+    assert HEAVY.isdisjoint(loaded)
+
+
+@pytest.mark.parametrize(
+    "name", ["engine.front.main", "engine.supervisor.main", "engine.worker.main", "engine.sim.model", "engine.serve"]
+)
+def test_no_actor_brings_torch(name: str):
+    assert HEAVY.isdisjoint(loaded_by(f"import {name}"))
+
+
+def test_the_client_stands_alone():
+    loaded = loaded_by("import ipc.client")
+    assert not {name for name in loaded if name.partition(".")[0] == "engine"}
+    foreign = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names) - {"__main__"}
+    by_their_own = {"cython_runtime", "typing_extensions"}  # what pyzmq and msgspec take along when it is there
+    assert {name for name in foreign if not name.startswith("_")} <= {"ipc", "msgspec", "zmq"} | by_their_own
+
+
+def test_a_worker_brings_neither_the_front_nor_its_loop():
+    loaded = loaded_by("import engine.worker.main")
+    assert {"uvloop", "structlog", "click", "engine.front", "engine.supervisor"}.isdisjoint(loaded)
+
+
+def test_help_is_quick_because_it_loads_nothing():
+    loaded = loaded_by("import engine.cli")
+    assert {"zmq", "msgspec", "structlog", "uvloop"}.isdisjoint(loaded)
+
+
+def test_nothing_reads_a_pickle():
+    """sgl-project/sglang#21435, InternLM/lmdeploy#4804: code execution from a socket."""
+    for path in [*ROOT.glob("ipc/**/*.py"), *ROOT.glob("engine/**/*.py")]:
+        assert "import pickle" not in path.read_text(), path
