@@ -338,8 +338,8 @@ class Outcome(IntEnum):
 class Emissions(Struct, frozen=True, array_like=True, gc=False):
     """What one step gave to one client connection, in columns; entry i is numbers[i], attempts[i], …
 
-    `ids` are for the front's journal. Payload bytes of the entries follow in a frame the front forwards unread;
-    lengths[i] is entry i's share of it, 0 when the client gets nothing for it.
+    `ids` are for the front's journal, counts[i] of them for entry i. Payload bytes of the entries follow in a frame the
+    front forwards unread; lengths[i] is entry i's share of it, 0 when the client gets nothing for it.
     """
 
     epoch: Count
@@ -348,7 +348,8 @@ class Emissions(Struct, frozen=True, array_like=True, gc=False):
     numbers: Entries
     attempts: Entries
     indexes: Entries
-    ids: Annotated[list[list[int]], Meta(max_length=ENTRIES_MAX)]
+    counts: Entries
+    ids: Annotated[list[int], Meta(max_length=IDS_MAX)]
     lengths: Entries
     endings: Annotated[list[Ending], Meta(max_length=ENTRIES_MAX)] = []
 

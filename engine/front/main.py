@@ -391,10 +391,16 @@ class Front(Actor):
         if emissions.epoch != view.epoch or len(message) != 4:
             self._table.num_stale += len(emissions.numbers)
             return
-        rejected = self._table.accept(
-            view.slot, emissions.numbers, emissions.attempts, emissions.indexes, emissions.ids
+        numbers, attempts, indexes, counts = (
+            emissions.numbers,
+            emissions.attempts,
+            emissions.indexes,
+            emissions.counts,
         )
-        view.outstanding -= sum(map(len, emissions.ids))
+        if not len(numbers) == len(attempts) == len(indexes) == len(counts) == len(emissions.lengths):
+            raise ProtocolError("the columns of these emissions differ in length")
+        rejected = self._table.accept(view.slot, numbers, attempts, indexes, counts, emissions.ids)
+        view.outstanding -= len(emissions.ids)
         session = self._desk.sessions.of_number(emissions.session)
         if session is not None:
             if rejected:

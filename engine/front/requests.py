@@ -160,17 +160,20 @@ class RequestTable:
         del self._by_number[request.number]
 
     def accept(
-        self, slot: int, numbers: list[int], attempts: list[int], indexes: list[int], ids: list[list[int]]
+        self, slot: int, numbers: list[int], attempts: list[int], indexes: list[int], counts: list[int], ids: list[int]
     ) -> list[int]:
         """Take one emission per column position; returns the positions that are stale or out of order.
 
-        The hot path of the front: once per step and client connection, one turn of the loop per token.
+        `ids` holds counts[0] ids of the first, then counts[1] of the second, and so on. The hot path of the front: once
+        per step and client connection, one turn of the loop per token.
         """
         rejected: list[int] = []
         requests = self._by_number
         streaming = RequestState.STREAMING
-        num_tokens = 0
+        num_tokens = end = 0
         for position, number in enumerate(numbers):
+            count = counts[position]
+            start, end = end, end + count
             request = requests.get(number)
             if request is None or request.slot != slot or request.attempt != attempts[position]:
                 rejected.append(position)
@@ -179,10 +182,12 @@ class RequestTable:
             if indexes[position] != len(known):
                 rejected.append(position)
                 continue
-            new = ids[position]
-            known += new
-            num_tokens += len(new)
-            if request.state is not streaming and new:
+            if count == 1:
+                known.append(ids[start])
+            else:
+                known += ids[start:end]
+            num_tokens += count
+            if request.state is not streaming and count:
                 request.state = advance(request.state, streaming)
         self.num_tokens += num_tokens
         self.num_stale += len(rejected)

@@ -30,14 +30,15 @@ class Live:
 class StepEntries:
     """The entries that one step owes to one session, as the columns of an Emissions message."""
 
-    __slots__ = ("attempts", "endings", "ids", "indexes", "lengths", "numbers", "payloads", "session")
+    __slots__ = ("attempts", "counts", "endings", "ids", "indexes", "lengths", "numbers", "payloads", "session")
 
     def __init__(self, session: int) -> None:
         self.session = session
         self.numbers: list[int] = []
         self.attempts: list[int] = []
         self.indexes: list[int] = []
-        self.ids: list[list[int]] = []
+        self.counts: list[int] = []
+        self.ids: list[int] = []
         self.lengths: list[int] = []
         self.payloads: list[bytes] = []
         self.endings: list[Ending] = []
@@ -46,7 +47,8 @@ class StepEntries:
         self.numbers.append(number)
         self.attempts.append(attempt)
         self.indexes.append(index)
-        self.ids.append(ids)
+        self.counts.append(len(ids))
+        self.ids += ids
         self.lengths.append(len(payload))
         if payload:
             self.payloads.append(payload)
@@ -83,6 +85,7 @@ class StepEntries:
             self.numbers,
             self.attempts,
             self.indexes,
+            self.counts,
             self.ids,
             self.lengths,
             self.endings,

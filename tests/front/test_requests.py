@@ -46,8 +46,8 @@ def test_an_emission_of_the_current_attempt_and_index_is_taken():
     table = RequestTable(10)
     made = request(table)
     table.dispatch(made, 3)
-    assert table.accept(3, [made.number], [1], [0], [[5, 6]]) == []
-    assert table.accept(3, [made.number], [1], [2], [[7]]) == []
+    assert table.accept(3, [made.number], [1], [0], [2], [5, 6]) == []
+    assert table.accept(3, [made.number], [1], [2], [1], [7]) == []
     assert (made.ids, made.state, table.num_tokens) == ([5, 6, 7], RequestState.STREAMING, 3)
 
 
@@ -66,8 +66,8 @@ def test_the_fence(slot: int, number: int, attempt: int, index: int):
     table = RequestTable(10)
     made = request(table)
     table.dispatch(made, 3)
-    table.accept(3, [1], [1], [0], [[5]])
-    assert table.accept(slot, [number], [attempt], [index], [[6]]) == [0]
+    table.accept(3, [1], [1], [0], [1], [5])
+    assert table.accept(slot, [number], [attempt], [index], [1], [6]) == [0]
     assert made.ids == [5]
     assert table.num_stale == 1
 
@@ -78,7 +78,7 @@ def test_only_the_bad_positions_are_rejected():
     for each in made:
         table.dispatch(each, 0)
     table.end(made[1], RequestState.CANCELLED)
-    assert table.accept(0, [1, 2, 3], [1, 1, 1], [0, 0, 0], [[1], [2], [3]]) == [1]
+    assert table.accept(0, [1, 2, 3], [1, 1, 1], [0, 0, 0], [1, 2, 1], [1, 2, 2, 3]) == [1]
     assert [each.ids for each in made] == [[1], [], [3]]
 
 
@@ -89,9 +89,9 @@ def test_after_a_requeue_the_old_worker_is_not_heard():
     table.requeue(made)
     assert table.num_queued == 1
     table.dispatch(made, 1)
-    assert table.accept(0, [1], [1], [0], [[1]]) == [0]
-    assert table.accept(1, [1], [1], [0], [[1]]) == [0]
-    assert table.accept(1, [1], [made.attempt], [0], [[1]]) == []
+    assert table.accept(0, [1], [1], [0], [1], [1]) == [0]
+    assert table.accept(1, [1], [1], [0], [1], [1]) == [0]
+    assert table.accept(1, [1], [made.attempt], [0], [1], [1]) == []
 
 
 def test_an_end_is_final_and_counted_once():

@@ -91,7 +91,7 @@ def running() -> Iterator[EngineProcess]:
         step_ms=4,
         num_blocks=1200,
         queue="max_queued = 16",
-        front="heartbeat_s = 0.2\noutbox_messages_max = 50\noutbox_bytes_max = 65536\nsend_hwm = 4",
+        front="heartbeat_s = 0.2\noutbox_messages_max = 1000\noutbox_bytes_max = 65536\nsend_hwm = 4",
     )
     with engine(toml) as made:
         yield made.wait_ready()
