@@ -79,12 +79,12 @@ setup_make_venv() {
 
 setup_find_pip() {
     # Sets setup_pip to a pip that installs into the environment $1: its own, or the one of the system.
-    local python
+    local python is_recent='import sys, pip; sys.exit([int(part) for part in pip.__version__.split(".")[:2]] < [22, 3])'
     setup_pip=("$1/bin/python" -m pip)
-    "${setup_pip[@]}" --version >/dev/null 2>&1 && return 0
+    "$1/bin/python" -c 'import pip' >/dev/null 2>&1 && return 0
     python=$(setup_python) || return
     setup_pip=("$python" -m pip --python "$1/bin/python")
-    "${setup_pip[@]}" --version >/dev/null 2>&1 && return 0
+    "$python" -c "$is_recent" >/dev/null 2>&1 && return 0
     setup_say "$python has neither ensurepip nor pip 22.3 (on Debian and Ubuntu: apt install python3-venv)."
     return 69
 }
