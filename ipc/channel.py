@@ -6,6 +6,7 @@ looked at again after every send. Called by the front, the gateway side of clien
 
 import asyncio
 import errno
+import os
 import stat
 from collections.abc import Callable
 from contextlib import suppress
@@ -51,6 +52,20 @@ def ipc_address(run_dir: str, name: str) -> str:
         message = f"the socket path {path} has {size} bytes; a unix socket path may have {SOCKET_PATH_MAX}"
         raise EngineError(Code.INVALID, message, "run_dir")
     return f"ipc://{path}"
+
+
+def default_run_dir() -> str:
+    """Where an engine of this user listens unless it is told otherwise."""
+    if chosen := os.environ.get("ENGINE_RUN_DIR"):
+        return chosen
+    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
+        return str(Path(runtime) / "engine")
+    return f"/tmp/engine-{os.getuid()}"
+
+
+def client_address(run_dir: str | None = None) -> str:
+    """Address of the client socket in `run_dir`."""
+    return ipc_address(run_dir or default_run_dir(), "client")
 
 
 def clear_stale_socket(path: Path) -> None:
@@ -197,15 +212,20 @@ class Channel:
             self._rescued += self._received - before
         self._arm_safety_poll()
 
+    def detach(self) -> None:
+        """Leave the loop; the socket stays open. Safe to call twice."""
+        if self._safety is not None:
+            self._safety.cancel()
+        if self._loop is not None:
+            self._loop.remove_reader(self._descriptor())
+        self._loop = self._handler = self._safety = None
+
     def close(self, linger_ms: int = LINGER_MS) -> None:
         """Detach from the loop and close the socket; unsent messages get `linger_ms`. Safe to call twice."""
         if self._is_closed:
             return
         self._is_closed = True
-        if self._safety is not None:
-            self._safety.cancel()
-        if self._loop is not None:
-            self._loop.remove_reader(self._descriptor())
+        self.detach()
         self.socket.close(linger_ms)
 
     def statistics(self) -> ChannelStatistics:

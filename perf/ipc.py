@@ -64,8 +64,7 @@ def receive_channel(socket: "zmq.Socket[bytes]", count: int) -> float:
 
         channel.attach(loop, on_frames)
         result = await done
-        loop.remove_reader(int(socket.getsockopt(zmq.FD)))
-        channel._is_closed = True  # the socket is used again by the other contender
+        channel.detach()  # the socket is used again by the other contender
         return float(result)
 
     return uvloop.run(run())
