@@ -146,6 +146,17 @@ def events(entries: list[Event]) -> Frames:
     return [ENVELOPES[Kind.EVENTS], encode(head), b"".join(payloads)]
 
 
+def without(lengths: list[int], body: bytes, rejected: list[int]) -> tuple[bytes, bytes]:
+    """Head and body of an EVENTS message with the payloads of these positions left out."""
+    kept: list[bytes] = []
+    end = 0
+    for position, length in enumerate(lengths):
+        start, end = end, end + length
+        if length and position not in rejected:
+            kept.append(body[start:end])
+    return encode(EventsHead([len(payload) for payload in kept])), b"".join(kept)
+
+
 def decode_events(frames: Frames) -> list[Event]:
     """The entries of an EVENTS message. Raises ProtocolError when lengths and body disagree."""
     head = decode(frames[1], EventsHead, "head")

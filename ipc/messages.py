@@ -353,6 +353,15 @@ class Emissions(Struct, frozen=True, array_like=True, gc=False):
     lengths: Entries
     endings: Annotated[list[Ending], Meta(max_length=ENTRIES_MAX)] = []
 
+    def is_square(self) -> bool:
+        """True when the columns have one length and endings and ids lie within them."""
+        size = len(self.numbers)
+        return (
+            size == len(self.attempts) == len(self.indexes) == len(self.counts) == len(self.lengths)
+            and sum(self.counts) == len(self.ids)
+            and all(ending.position < size for ending in self.endings)
+        )
+
 
 class Report(Struct, frozen=True, array_like=True, gc=False):
     """A worker's own account, every `report_s`; counters since its start."""

@@ -8,7 +8,6 @@ import asyncio
 import os
 import random
 from collections.abc import Callable
-from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Final
 
@@ -21,11 +20,12 @@ from engine.config import Config, Deployment
 from engine.config import Front as FrontConfig
 from engine.front import status
 from engine.front.admission import Admission, Limits
+from engine.front.deadlines import Deadlines
 from engine.front.desk import Desk
 from engine.front.order import Order
 from engine.front.replicas import ReplicaTable, ReplicaView
 from engine.front.requests import Request, RequestState, RequestTable, priority_class
-from engine.front.router import ReplicaLoad, Router
+from engine.front.router import Router
 from engine.front.sessions import Session
 from ipc import codec
 from ipc.actor import Actor
@@ -53,7 +53,6 @@ from ipc.messages import (
     Ending,
     Error,
     Event,
-    EventsHead,
     Expired,
     Failed,
     Generate,
@@ -63,7 +62,6 @@ from ipc.messages import (
     ModelList,
     Outcome,
     Report,
-    RouteReport,
     StatusReport,
     Withdraw,
     WorkerHello,
@@ -113,7 +111,7 @@ class Front(Actor):
         self._admission = Admission(_limits(config.front))
         self._replicas = ReplicaTable()
         self._plans: dict[str, Plan] = {}
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines = Deadlines(lambda number: self._table.get(number) is not None)
         self._deadline_at = inf
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._placed = Placed("starting", "", [], [])
@@ -267,26 +265,13 @@ class Front(Actor):
             return chosen is not None
 
         while len(plan.order):
-            loads = self._loads(plan)
+            loads = self._replicas.loads(plan.config.route)
             if not loads:
                 return
             request = plan.order.pop(fits)
             if request is None or chosen is None:
                 return
             self._dispatch(request, self._replicas.by_slot[chosen], plan)
-
-    def _loads(self, plan: Plan) -> list[ReplicaLoad]:
-        loads = []
-        for view in self._replicas.of_route(plan.config.route):
-            ready = view.ready
-            if ready is not None and view.can_take:
-                num_in_flight = len(view.in_flight)
-                free_tokens = ready.num_blocks * ready.block_size - view.outstanding
-                num_free = ready.num_seats - num_in_flight
-                loads.append(
-                    ReplicaLoad(view.slot, ready.num_seats, num_free, view.outstanding, free_tokens, num_in_flight == 0)
-                )
-        return loads
 
     def _dispatch(self, request: Request, view: ReplicaView, plan: Plan) -> None:
         """Hand a request to a worker; back into the queue, under its own arrival, when the worker does not read."""
@@ -327,12 +312,7 @@ class Front(Actor):
             self._supervise(Drained())
 
     def _arm_deadline(self, request: Request) -> None:
-        if request.deadline_at == inf:
-            return
-        if len(self._deadlines) > 64 + 2 * len(self._table):  # most of them have ended long ago
-            self._deadlines = [each for each in self._deadlines if self._table.get(each[1]) is not None]
-            heapify(self._deadlines)
-        heappush(self._deadlines, (request.deadline_at, request.number))
+        self._deadlines.add(request.deadline_at, request.number, len(self._table))
         if request.deadline_at < self._deadline_at:
             self._set_deadline_timer()
 
@@ -340,15 +320,13 @@ class Front(Actor):
         if self._deadline_timer is not None:
             self.cancel(self._deadline_timer)
             self._deadline_timer = None
-        self._deadline_at = self._deadlines[0][0] if self._deadlines else inf
-        if self._deadlines:
+        self._deadline_at = self._deadlines.next_at()
+        if self._deadline_at < inf:
             delay_s = max(0.0, self._deadline_at - self._clock.now())
             self._deadline_timer = self.after(delay_s, self._on_deadline)
 
     def _on_deadline(self) -> None:
-        now = self._clock.now()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, number = heappop(self._deadlines)
+        for number in self._deadlines.due(self._clock.now()):
             request = self._table.get(number)
             if request is not None:
                 has_run = request.state is RequestState.STREAMING
@@ -391,20 +369,15 @@ class Front(Actor):
         if emissions.epoch != view.epoch or len(message) != 4:
             self._table.num_stale += len(emissions.numbers)
             return
-        numbers, attempts, indexes, counts = (
-            emissions.numbers,
-            emissions.attempts,
-            emissions.indexes,
-            emissions.counts,
-        )
-        if not len(numbers) == len(attempts) == len(indexes) == len(counts) == len(emissions.lengths):
-            raise ProtocolError("the columns of these emissions differ in length")
-        rejected = self._table.accept(view.slot, numbers, attempts, indexes, counts, emissions.ids)
+        numbers, counts = emissions.numbers, emissions.counts
+        if not emissions.is_square():
+            raise ProtocolError("the columns of these emissions do not fit together")
+        rejected = self._table.accept(view.slot, numbers, emissions.attempts, emissions.indexes, counts, emissions.ids)
         view.outstanding -= len(emissions.ids)
         session = self._desk.sessions.of_number(emissions.session)
         if session is not None:
             if rejected:
-                head, body = self._cut(emissions, message[3], rejected)
+                head, body = codec.without(emissions.lengths, message[3], rejected)
             else:
                 head, body = message[2], message[3]
             if body:
@@ -425,17 +398,6 @@ class Front(Actor):
             log.error("emission_out_of_order", slot=view.slot, index=emissions.indexes[position])
             why = "its worker's results came out of order"
             self._end(request, RequestState.FAILED, Failed(request.name, Code.INTERNAL, why))
-
-    @staticmethod
-    def _cut(emissions: Emissions, body: bytes, rejected: list[int]) -> tuple[bytes, bytes]:
-        """The payloads without those of the rejected entries."""
-        kept: list[bytes] = []
-        end = 0
-        for position, length in enumerate(emissions.lengths):
-            start, end = end, end + length
-            if length and position not in rejected:
-                kept.append(body[start:end])
-        return codec.encode(EventsHead([len(payload) for payload in kept])), b"".join(kept)
 
     def _on_ending(self, view: ReplicaView, number: int, ending: Ending, is_rejected: bool) -> None:
         request = self._table.get(number)
@@ -509,48 +471,17 @@ class Front(Actor):
 
     def status(self) -> StatusReport:
         """The supervisor's account, completed by what only the front knows. Changes nothing."""
-        routes = [
-            RouteReport(
-                each.route,
-                each.is_ready,
-                each.state,
-                len(self._plans[each.route].order),
-                sum(len(view.in_flight) for view in self._replicas.of_route(each.route)),
-            )
-            for each in self._placed.routes
-            if each.route in self._plans
-        ]
-        replicas = []
-        for placed in self._placed.replicas:
-            plan = self._plans.get(placed.route)
-            tokens_per_s = plan.router.tokens_per_s(placed.slot) if plan is not None else 0.0
-            replicas.append(status.merge(placed, self._replicas.by_slot.get(placed.slot), tokens_per_s))
-        uptime_s = self._clock.now() - self._started_at
-        identity = (__version__, os.getpid(), uptime_s)
-        return status.assemble(self._placed, identity, routes, replicas, self.statistics())
+        queued = {route: len(plan.order) for route, plan in self._plans.items()}
+        views = self._replicas.by_slot
+        speeds = {slot: self._plans[view.route].router.tokens_per_s(slot) for slot, view in views.items()}
+        identity = (__version__, os.getpid(), self._clock.now() - self._started_at)
+        return status.assemble(self._placed, identity, queued, (views, speeds), self.statistics())
 
     def statistics(self) -> Counters:
         """Everything that is counted. Changes nothing."""
-        requests, sessions, desk = self._table.statistics(), self._desk.statistics(), self._desk
-        return Counters(
-            num_sessions=sessions.num_sessions,
-            num_open=requests.num_open,
-            num_queued=requests.num_queued,
-            accepted=requests.num_accepted,
-            refused=self.num_refused,
-            finished=requests.num_finished,
-            failed=requests.num_failed,
-            cancelled=requests.num_cancelled,
-            expired=requests.num_expired,
-            tokens=requests.num_tokens,
-            stale_entries=requests.num_stale,
-            protocol_errors=desk.num_protocol_errors,
-            slow_readers=desk.num_slow_readers,
-            lost_peers=desk.num_lost_peers,
-            internal_errors=self.num_internal_errors,
-            journal_tokens=sum(len(request.ids) for request in self._table),
-            outbox_bytes=sessions.outbox_bytes,
-        )
+        journal_tokens = sum(len(request.ids) for request in self._table)
+        own = (self.num_refused, self.num_internal_errors, journal_tokens)
+        return status.counters(self._table.statistics(), self._desk, own)
 
 
 def _limits(config: FrontConfig) -> Limits:

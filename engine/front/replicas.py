@@ -6,6 +6,7 @@ refused here.
 
 from dataclasses import dataclass, field
 
+from engine.front.router import ReplicaLoad
 from ipc.control import Expect
 from ipc.errors import Code, ProtocolError
 from ipc.messages import Report, WorkerHello, WorkerReady
@@ -91,8 +92,17 @@ class ReplicaTable:
         view = self.by_slot.get(slot)
         return view if view is not None and view.epoch == epoch else None
 
-    def of_route(self, route: str) -> list[ReplicaView]:
-        return [view for view in self.by_slot.values() if view.route == route]
+    def loads(self, route: str) -> list[ReplicaLoad]:
+        """Those of this route that may take work, as the router wants them. Changes nothing."""
+        loads = []
+        for view in self.by_slot.values():
+            ready = view.ready
+            if view.route == route and ready is not None and view.can_take:
+                num_free = ready.num_seats - len(view.in_flight)
+                free_tokens = ready.num_blocks * ready.block_size - view.outstanding
+                is_idle = not view.in_flight
+                loads.append(ReplicaLoad(view.slot, ready.num_seats, num_free, view.outstanding, free_tokens, is_idle))
+        return loads
 
     def forget(self, slot: int) -> None:
         """Its worker is dead, or about to be replaced. Changes the table."""

@@ -4,9 +4,11 @@ from collections.abc import Iterable
 
 import msgspec
 
+from engine.front.desk import Desk
 from engine.front.replicas import ReplicaView
+from engine.front.requests import RequestStatistics
 from ipc.control import Placed
-from ipc.messages import Counters, Model, ModelList, ReplicaReport, RouteReport, StatusReport
+from ipc.messages import Counters, Model, ModelList, ReplicaReport, StatusReport
 
 
 def merge(placed: ReplicaReport, view: ReplicaView | None, tokens_per_s: float) -> ReplicaReport:
@@ -46,10 +48,41 @@ def models(placed: Placed, views: Iterable[ReplicaView]) -> ModelList:
 def assemble(
     placed: Placed,
     identity: tuple[str, int, float],
-    routes: list[RouteReport],
-    replicas: list[ReplicaReport],
-    counters: Counters,
+    queued: dict[str, int],
+    replicas: tuple[dict[int, ReplicaView], dict[int, float]],
+    counted: Counters,
 ) -> StatusReport:
-    """`identity` is (version, pid, uptime in seconds)."""
+    """`identity` is (version, pid, uptime in seconds); `replicas` are the views and tokens per second by slot."""
     version, pid, uptime_s = identity
-    return StatusReport(version, placed.state, pid, round(uptime_s, 3), placed.config_hash, routes, replicas, counters)
+    views, speeds = replicas
+    routes = []
+    for each in placed.routes:
+        num_running = sum(len(view.in_flight) for view in views.values() if view.route == each.route)
+        routes.append(msgspec.structs.replace(each, num_queued=queued.get(each.route, 0), num_running=num_running))
+    merged = [merge(each, views.get(each.slot), speeds.get(each.slot, 0.0)) for each in placed.replicas]
+    return StatusReport(version, placed.state, pid, round(uptime_s, 3), placed.config_hash, routes, merged, counted)
+
+
+def counters(requests: RequestStatistics, desk: Desk, own: tuple[int, int, int]) -> Counters:
+    """`own` is the front's (refused, internal errors, tokens in the journal)."""
+    sessions = desk.statistics()
+    num_refused, num_internal_errors, journal_tokens = own
+    return Counters(
+        num_sessions=sessions.num_sessions,
+        num_open=requests.num_open,
+        num_queued=requests.num_queued,
+        accepted=requests.num_accepted,
+        refused=num_refused,
+        finished=requests.num_finished,
+        failed=requests.num_failed,
+        cancelled=requests.num_cancelled,
+        expired=requests.num_expired,
+        tokens=requests.num_tokens,
+        stale_entries=requests.num_stale,
+        protocol_errors=desk.num_protocol_errors,
+        slow_readers=desk.num_slow_readers,
+        lost_peers=desk.num_lost_peers,
+        internal_errors=num_internal_errors,
+        journal_tokens=journal_tokens,
+        outbox_bytes=sessions.outbox_bytes,
+    )

@@ -41,7 +41,7 @@ from ipc.control import (
     StatusTold,
 )
 from ipc.errors import Code, ProtocolError
-from ipc.health import PageReader, create
+from ipc.health import Page, PageReader, create
 from ipc.messages import AdminReply, Drain, Error, Kind, ReplicaReport, Stop
 
 log = structlog.get_logger("supervisor")
@@ -50,6 +50,7 @@ TICK_S: Final = 0.05
 PLACED_S: Final = 0.5
 WORKER_MODULE: Final = "engine.worker.main"
 QUESTIONS_MAX: Final = 256
+EXIT_SYSTEM: Final = 71  # what a process that could not be started counts as
 
 _GONE: Final = frozenset({ReplicaState.STOPPED, ReplicaState.FAILED, ReplicaState.BACKOFF, ReplicaState.QUARANTINED})
 
@@ -64,6 +65,7 @@ class _Kept:
     page_fd: int = -1
     said_ready: bool = False
     is_empty: bool = False
+    spawn_error: str = ""
 
 
 class Supervisor(Actor):
@@ -142,9 +144,9 @@ class Supervisor(Actor):
         """One look at one replica; True when it moved."""
         process, replica = kept.process, kept.replica
         seen = Seen(
-            has_process=process is not None,
-            exit_status=process.exit_status() if process is not None else None,
-            page=kept.reader.read() if kept.reader is not None else None,
+            has_process=process is not None or bool(kept.spawn_error),
+            exit_status=EXIT_SYSTEM if kept.spawn_error else process.exit_status() if process is not None else None,
+            page=Page(reason=kept.spawn_error) if kept.spawn_error else kept.reader.read() if kept.reader else None,
             said_ready=kept.said_ready,
             is_empty=kept.is_empty,
             lateness_s=lateness_s,
@@ -198,10 +200,14 @@ class Supervisor(Actor):
         deployment = self._deployment(replica.route)
         token = secrets.token_hex(16)
         kept.said_ready = kept.is_empty = False
-        kept.page_fd = create(deployment.llm.max_num_seqs, replica.epoch, deployment.restart.boot_s)
-        kept.reader = PageReader(kept.page_fd)
         self._tell_front(Expect(replica.slot, replica.epoch, replica.route, token))
-        kept.process = spawn(WORKER_MODULE, self._environment(replica, deployment, token), kept.page_fd)
+        try:
+            kept.page_fd = create(deployment.llm.max_num_seqs, replica.epoch, deployment.restart.boot_s)
+            kept.reader = PageReader(kept.page_fd)
+            kept.process = spawn(WORKER_MODULE, self._environment(replica, deployment, token), kept.page_fd)
+        except OSError as error:  # out of descriptors, memory or processes: a failed start like any other
+            kept.spawn_error = f"cannot be started: {error}"
+            return
         self.loop.add_reader(kept.process.pidfd, self._look)
 
     def _environment(self, replica: Replica, deployment: Deployment, token: str) -> Mapping[str, str]:
@@ -225,7 +231,10 @@ class Supervisor(Actor):
         if kept.reader is not None:
             kept.reader.close()
             kept.reader = None
+        if kept.page_fd >= 0:
             os.close(kept.page_fd)
+            kept.page_fd = -1
+        kept.spawn_error = ""
 
     # What the front says.
 

@@ -76,6 +76,7 @@ class WorkerLoop:
         self._report_at = 0.0
         self._audit_at = 0.0
         self._num_stops = 0
+        self._was_idle = True
 
     def on_sigterm(self, *_: object) -> None:
         """First: finish what runs, then leave. Second: leave now."""
@@ -279,11 +280,13 @@ class WorkerLoop:
 
     def _report(self) -> None:
         now = time.monotonic()
-        if now < self._report_at:
-            return
         is_idle = not self._lives
+        if now < self._report_at and is_idle == self._was_idle:
+            return
+        self._was_idle = is_idle
         self._report_at = now + (IDLE_REPORT_S if is_idle else REPORT_S)
         told = self._scheduler.statistics()
+        self._page.gauges(told.num_running, told.num_waiting, told.num_free_blocks, self._scheduler.pool.num_blocks)
         report = Report(
             self._settings.epoch,
             self._num_steps,
