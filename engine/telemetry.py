@@ -1,6 +1,7 @@
 """Owns how the front process logs: structlog, one line per event, to stderr. Knows no event. Called once at start."""
 
 import logging
+import os
 import sys
 
 import structlog
@@ -12,9 +13,9 @@ def configure_logging(level: str) -> None:
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.TimeStamper(fmt="%H:%M:%S.%f" if is_terminal else "iso", utc=not is_terminal),
             structlog.processors.ExceptionRenderer(),
-            structlog.dev.ConsoleRenderer(colors=is_terminal)
+            structlog.dev.ConsoleRenderer(colors=not os.environ.get("NO_COLOR"), pad_event_to=20, sort_keys=False)
             if is_terminal
             else structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
         ],

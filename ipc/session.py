@@ -282,6 +282,9 @@ class AsyncClient:
             raise EngineError(Code.INVALID, error.message, error.field) from error
         if self._welcome is None:
             raise EngineError(Code.UNAVAILABLE, f"no session with {self.address}", retry_after_s=1.0)
+        if len(body) > self._welcome.body_bytes_max:  # the front would have to cut the connection
+            told = f"the request has {len(body)} bytes, {self._welcome.body_bytes_max} are allowed"
+            raise EngineError(Code.TOO_LARGE, told, "body")
         self._open[request] = _Open(sink)
         try:
             await self._send_soon(message)

@@ -65,6 +65,13 @@ def test_help_is_quick_because_it_loads_nothing():
     assert {"zmq", "msgspec", "structlog", "uvloop"}.isdisjoint(loaded)
 
 
+def test_nothing_waits_by_the_wall_clock():
+    """A deadline, a back-off or a heartbeat must not move when somebody sets the clock."""
+    for path in [*ROOT.glob("ipc/**/*.py"), *ROOT.glob("engine/**/*.py")]:
+        assert "time.time(" not in path.read_text(), path
+        assert "datetime.now" not in path.read_text(), path
+
+
 def test_nothing_reads_a_pickle():
     """sgl-project/sglang#21435, InternLM/lmdeploy#4804: code execution from a socket."""
     for path in [*ROOT.glob("ipc/**/*.py"), *ROOT.glob("engine/**/*.py")]:

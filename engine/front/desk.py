@@ -33,6 +33,7 @@ class Desk:
         self._on_gone = on_gone
         self.config = config
         self.sessions = SessionTable()
+        self._looked_at = clock.now()
         self.num_protocol_errors = 0
         self.num_slow_readers = 0
         self.num_lost_peers = 0
@@ -110,6 +111,8 @@ class Desk:
 
     def send(self, session: Session, message: Frames) -> None:
         """Send, or keep in the session's outbox while it does not read; over the bound the session ends."""
+        if self.sessions.of_number(session.number) is not session:
+            return  # it has ended
         outbox = session.outbox
         if not len(outbox):
             sent = self._channel.send_nowait([session.identity, *message])
@@ -147,9 +150,15 @@ class Desk:
                 self.sessions.clogged.discard(session)
 
     def end_silent(self) -> None:
-        """End the sessions whose heartbeats stopped: their clients are gone."""
-        silence_s = self.config.heartbeat_s * self.config.heartbeat_misses
-        for session in self.sessions.silent(self._clock.now(), silence_s):
+        """End the sessions whose heartbeats stopped: their clients are gone.
+
+        Called twice per heartbeat. If this process itself stood still, what they said meanwhile is still unread: the
+        time lost is not counted against them.
+        """
+        now, heartbeat_s = self._clock.now(), self.config.heartbeat_s
+        lateness_s = max(0.0, now - self._looked_at - heartbeat_s)
+        self._looked_at = now
+        for session in self.sessions.silent(now, heartbeat_s * self.config.heartbeat_misses + lateness_s):
             self._lose(session)
 
     def end(self, session: Session, code: Code) -> None:

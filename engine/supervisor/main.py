@@ -89,6 +89,8 @@ class Supervisor(Actor):
         self._questions: dict[int, bytes] = {}
         self._num_questions = 0
         self._looked_at = clock.now()
+        self._state = ""
+        self._started_at = clock.now()
         self._is_draining = False
         self._is_stopping = False
         self._has_ended = False
@@ -135,7 +137,11 @@ class Supervisor(Actor):
             changed = self._look_at(kept, now, lateness_s) or changed
         if changed or now - self._placed_at >= PLACED_S:
             self._placed_at = now
-            self._tell_front(self._placed(now))
+            placed = self._placed(now)
+            if placed.state != self._state:
+                self._state = placed.state
+                log.info(f"engine_{placed.state}", after_s=round(now - self._started_at, 2))
+            self._tell_front(placed)
         if self._is_stopping and not self._has_ended and self._all_stopped():
             self._has_ended = True
             self._on_end()
@@ -164,17 +170,11 @@ class Supervisor(Actor):
     @staticmethod
     def _log(replica: Replica, before: ReplicaState, move: Move) -> None:
         bad = move.to in {ReplicaState.SUSPECT, ReplicaState.BACKOFF, ReplicaState.QUARANTINED, ReplicaState.FAILED}
-        say = log.warning if bad else log.info
-        say(
-            "replica",
-            slot=replica.slot,
-            route=replica.route,
-            epoch=replica.epoch,
-            was=before.value,
-            state=move.to.value,
-            action=move.action.value,
-            reason=move.reason,
-        )
+        told = {"slot": replica.slot, "route": replica.route, "epoch": replica.epoch, "was": before.value}
+        if move.reason:
+            told["reason"] = move.reason
+        event = f"replica_{move.to.value}" if move.to is not before else f"replica_{move.action.value}"
+        (log.warning if bad else log.info)(event, **told)
 
     def _do(self, kept: _Kept, move: Move) -> None:
         replica = kept.replica
@@ -326,7 +326,6 @@ class Supervisor(Actor):
         if self._is_draining:
             return
         self._is_draining = True
-        log.info("draining", drain_s=self._config.engine.drain_s)
         self._tell_front(Close())
         self.after(self._config.engine.drain_s, self._stop_all)
 

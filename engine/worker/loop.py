@@ -24,7 +24,7 @@ from engine.worker.live import Live, StepEntries
 from engine.worker.load import Loaded
 from ipc import codec
 from ipc.channel import Channel, Sent
-from ipc.errors import EngineError, ProtocolError
+from ipc.errors import Code, EngineError, ProtocolError
 from ipc.health import PageWriter, Phase
 from ipc.messages import Assign, Failed, Finished, Generate, Kind, Outcome, Report, Usage, Withdraw
 
@@ -136,6 +136,9 @@ class WorkerLoop:
         else:
             prompt_ids = generate.prompt
             tokenizer.check(prompt_ids)
+        if generate.min_tokens > generate.max_tokens:
+            message = f"min_tokens is {generate.min_tokens}, over max_tokens, {generate.max_tokens}"
+            raise EngineError(Code.INVALID, message, "min_tokens")
         sequence = Sequence(
             request=assign.number,
             attempt=assign.attempt,

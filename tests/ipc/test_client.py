@@ -192,15 +192,26 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", list(PROGRAMS))
 def test_a_program_ends_within_two_seconds(address: str, program: str):
     """zeromq/pyzmq#1003, #1167, #1757, zeromq/libzmq#2586: exit hung in the end of the context."""
-    code = f"import sys\nfrom ipc.client import Client\n{PROGRAMS[program]}\n"
-    with FakeFront(address, one_delta):
-        child = subprocess.Popen(
-            [sys.executable, "-c", code, address], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
-        started = time.monotonic()
-        if "interrupted" in program:
-            assert child.stdout.readline() == b"got\n"
+    # A shell's background jobs ignore SIGINT, and so would a child of this test.
+    setup = (
+        "import signal, sys\nsignal.signal(signal.SIGINT, signal.default_int_handler)\nfrom ipc.client import Client\n"
+    )
+    with (
+        FakeFront(address, one_delta),
+        subprocess.Popen(
+            [sys.executable, "-c", setup + PROGRAMS[program], address],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as child,
+    ):
+        try:
             started = time.monotonic()
-            child.send_signal(signal.SIGINT)
-        child.communicate(timeout=10)
-        assert time.monotonic() - started < 2.0
+            if "interrupted" in program:
+                assert child.stdout.readline() == b"got\n"
+                started = time.monotonic()
+                child.send_signal(signal.SIGINT)
+            child.communicate(timeout=10)
+            assert time.monotonic() - started < 2.0
+        finally:
+            child.kill()

@@ -58,7 +58,11 @@ def pids(told: Path) -> list[int]:
 
 @pytest.mark.parametrize("busy", list(BUSY))
 def test_children_die_with_a_killed_parent_and_another_parents_live(tmp_path: Path, busy: str):
-    """vllm-project/vllm#34816: a watch thread cannot fire while the main thread holds the lock."""
+    """vllm-project/vllm#34816: a watch thread cannot fire while the main thread holds the lock.
+
+    The parents are scripts without a main guard, which forked or re-imported children would run again
+    (vllm-project/vllm#7151, #8893): ours are executed afresh.
+    """
     first, first_told = start_parent(tmp_path / "a", busy)
     second, second_told = start_parent(tmp_path / "b", busy)
     try:

@@ -121,6 +121,20 @@ def test_a_hung_worker_is_found_by_its_own_deadline_and_replaced():
         assert "hung in stepping" in running.replicas()[0].reason
 
 
+def test_a_front_that_stood_still_blames_nobody_for_it():
+    """Stopped for longer than every heartbeat, then continued: the sessions and workers it finds are fine."""
+    toml = sim_toml(front="heartbeat_s = 0.1\nheartbeat_misses = 20", restart="hang_floor_s = 1.0")
+    with engine(toml) as running, running.wait_ready().client() as client:
+        pid = running.replicas()[0].pid
+        running.signal(signal.SIGSTOP)
+        threading.Event().wait(1.6)
+        running.signal(signal.SIGCONT)
+        assert client.generate("sim", "x", max_tokens=5, ignore_eos=True).reason == "length"
+        report = running.status()
+        assert report.counters.lost_peers == 0
+        assert (report.replicas[0].pid, report.replicas[0].num_deaths) == (pid, 0)
+
+
 def test_slow_steps_are_not_a_hang():
     toml = sim_toml(step_ms=900, restart="hang_floor_s = 1.5\nintensity = 0")
     with engine(toml) as running, running.wait_ready().client() as client:

@@ -340,6 +340,16 @@ def test_two_unequal_workers_share_by_speed():
         assert fast > 1.8 * slow
 
 
+def test_a_deadline_counts_from_arrival_whatever_the_worker_is_doing():
+    """ls1intum/edutelligence#851: its clock started late. Here the prompt's step takes longer than it."""
+    with engine(sim_toml(step_ms=700)) as slow, slow.wait_ready().client() as client:
+        started = time.monotonic()
+        (end,) = list(client.stream("sim", "x" * 2000, deadline_ms=500, ignore_eos=True))
+        assert isinstance(end, Expired)
+        assert 0.45 < time.monotonic() - started < 0.7
+        until(lambda: is_idle(slow), what="its seat and blocks are free again")
+
+
 def test_an_unavailable_engine_is_said_to_be_one(tmp_path: Path):
     started = time.monotonic()
     with pytest.raises(EngineError, match="is an engine running there"):

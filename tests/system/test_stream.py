@@ -142,6 +142,7 @@ def blocks_are_back(running: EngineProcess) -> bool:
         ("sim", "x", {"stop": ["a"] * 17}, Code.INVALID, "stop"),
         ("sim", "x", {"priority": "urgent"}, Code.INVALID, "priority"),
         ("sim", "x", {"seed": -1}, Code.INVALID, "seed"),
+        ("sim", "x", {"min_tokens": 9, "max_tokens": 8}, Code.INVALID, "min_tokens"),
         ("sim", "x", {"no_such_option": 1}, Code.INVALID, "no_such_option"),
     ],
 )
@@ -160,6 +161,8 @@ def test_a_prompt_over_the_size_the_front_reads_is_checked_by_the_worker(client:
     with pytest.raises(EngineError) as caught:
         client.generate("sim", "x" * 1_048_570)
     assert (caught.value.code, caught.value.field) == (Code.TOO_LARGE, "body")
+    assert not caught.value.is_retryable
+    assert client.generate("sim", "still here", max_tokens=2, ignore_eos=True).reason == "length"
 
 
 def test_models_and_status(client: Client, running: EngineProcess):
