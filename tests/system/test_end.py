@@ -7,8 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 from ipc.messages import Failed, Finished
 from tests.system.harness import ROOT, EngineProcess, engine, is_gone, sim_toml, until
 
@@ -151,26 +149,34 @@ def test_a_run_directory_open_to_others_is_refused(tmp_path: Path):
     assert "chmod 700" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    ("change", "is_applied", "named"),
-    [
-        (("max_queued = 9", "max_queued = 77"), True, "deployment[0].queue.max_queued (live)"),
-        (("num_blocks = 2048", "num_blocks = 1024"), True, "deployment[0].llm.num_blocks (replica)"),
-        (('route = "sim"', 'route = "other"'), False, "deployment"),
-        (("step_ms = 2.0", "step_mss = 2.0"), False, "step_mss"),
-    ],
-)
-def test_a_reload_is_applied_or_refused_whole(change: tuple[str, str], is_applied: bool, named: str):
-    with engine(sim_toml(queue="max_queued = 9")) as running:
+RELOADS = [
+    (("step_ms = 2.0", "step_mss = 2.0"), False, "step_mss"),
+    (('route = "sim"', 'route = "other"'), False, "deployment"),
+    (("drain_s = 20", 'log_level = "debug"'), False, "engine.log_level"),
+    (("max_queued = 9", "max_queued = 77"), True, "deployment[0].queue.max_queued (live)"),
+    (("num_blocks = 2048", "num_blocks = 1024"), True, "deployment[0].llm.num_blocks (replica)"),
+]
+
+
+def test_a_reload_is_applied_or_refused_whole():
+    with engine(sim_toml(queue="max_queued = 9", engine="drain_s = 20")) as running:
         running.wait_ready()
-        before = running.status().config_hash
-        running.config_path.write_text(running.toml.replace(*change))
-        running.signal(signal.SIGHUP)
-        until(lambda: "event=reload" in running.log(), what="the reload is logged")
-        (line,) = [each for each in running.log().splitlines() if "event=reload" in each]
-        assert named in line
-        if is_applied:
-            until(lambda: running.status().config_hash != before, what="another configuration")
-        else:
-            assert running.status().config_hash == before
-        assert running.status().state == "ready"
+        text = running.toml
+        for number, (change, is_applied, named) in enumerate(RELOADS, 1):
+            before = running.status().config_hash
+            running.config_path.write_text(text.replace(*change))
+            running.signal(signal.SIGHUP)
+            until(lambda number=number: len(reloads(running)) == number, what="the reload is logged")
+            assert named in reloads(running)[-1]
+            if is_applied:
+                text = text.replace(*change)
+                until(lambda before=before: running.status().config_hash != before, what="another configuration")
+            assert (running.status().config_hash != before) == is_applied
+            assert running.status().state == "ready"
+        pid = running.replicas()[0].pid
+        os.kill(pid, signal.SIGKILL)  # a replica's own settings count from its next start
+        until(lambda: running.replicas()[0].num_blocks == 1024, what="the new number of blocks")
+
+
+def reloads(running: EngineProcess) -> list[str]:
+    return [each for each in running.log().splitlines() if "event=reload" in each]

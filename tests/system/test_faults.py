@@ -136,9 +136,9 @@ def test_a_front_that_stood_still_blames_nobody_for_it():
 
 
 def test_slow_steps_are_not_a_hang():
-    toml = sim_toml(step_ms=900, restart="hang_floor_s = 1.5\nintensity = 0")
+    toml = sim_toml(step_ms=700, restart="hang_floor_s = 1.0\nintensity = 0")
     with engine(toml) as running, running.wait_ready().client() as client:
-        assert client.generate("sim", "x", max_tokens=4, ignore_eos=True).reason == "length"
+        assert client.generate("sim", "x", max_tokens=3, ignore_eos=True).reason == "length"
         assert running.replicas()[0].num_deaths == 0
 
 
