@@ -7,8 +7,9 @@ so the q-quantile is 2 + q steps. An idle replica takes it at once: one step. Be
 is beyond is ours: two sockets there, two back, scheduling, and the waiting for a core. "Added" is the quantile measured
 less the same quantile of that ideal; for one stream at a time on an idle engine there is no phase to guess.
 
-The bare twin is a process that sleeps for a step, over and over, while the load runs: by how much it oversleeps is what
-this machine does to anybody at that moment. Tails no better than that are the machine's, not the engine's.
+Two bare twins tell the machine's share, which no engine of three processes can save. Before each request on the idle
+engine a message goes the same way, client to relay to echo and back, through bare sockets. While the load runs, a
+process sleeps for a step, over and over: by how much it oversleeps is what happens to anybody at that moment.
 
     python perf/latency.py [--quick]
 """
@@ -17,6 +18,7 @@ import asyncio
 import multiprocessing
 import random
 import sys
+import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +26,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import uvloop
+import zmq
 
 from ipc.client import AsyncClient, client_address
 from ipc.messages import FINAL, Event, Finished
@@ -47,6 +50,44 @@ def sleeper(orders: Connection) -> None:
         over.append((time.perf_counter() - at) * 1e3 - STEP_MS)
     orders.recv()
     orders.send(over)
+
+
+def relay(directory: str) -> None:
+    """Passes messages between two sockets, bare: where the front stands. Ends with its parent."""
+    context = zmq.Context()
+    sockets = [context.socket(zmq.DEALER) for _ in range(2)]
+    for socket, name in zip(sockets, "ab", strict=True):
+        socket.bind(f"ipc://{directory}/{name}")
+    zmq.proxy(*sockets)
+
+
+def echo(directory: str) -> None:
+    """Sends back what it gets, bare: where the worker stands. Ends with its parent."""
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.connect(f"ipc://{directory}/b")
+    while True:
+        socket.send_multipart(socket.recv_multipart())
+
+
+class Ping:
+    """The client's end of relay and echo."""
+
+    def __init__(self, directory: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        self._socket.connect(f"ipc://{directory}/a")
+        self.once()  # connects
+
+    def once(self) -> float:
+        """Milliseconds there and back."""
+        at = time.perf_counter()
+        self._socket.send_multipart([b"x" * 5, b"y" * 64, b"z" * 64])
+        self._socket.recv_multipart()
+        return (time.perf_counter() - at) * 1e3
+
+    def close(self) -> None:
+        self._context.destroy(0)
 
 
 class Timed:
@@ -86,13 +127,15 @@ class Tally:
             self.gaps += [(later - at) * 1e3 for at, later in zip(sink.instants, sink.instants[1:], strict=False)]
 
 
-async def idle(client: AsyncClient, num_requests: int) -> Tally:
-    """One request at a time."""
+async def idle(client: AsyncClient, ping: Ping, num_requests: int) -> tuple[Tally, list[float]]:
+    """One request at a time, and before each a ping."""
     tally, dice = Tally(), random.Random(3)
+    pings: list[float] = []
     for number in range(num_requests):
+        pings.append(ping.once())
         await tally.one(client, f"alone {number}", True)
         await asyncio.sleep(2 * STEP_MS / 1e3 + dice.random() * STEP_MS / 1e3)  # until the replica is idle again
-    return tally
+    return tally, pings
 
 
 async def half(client: AsyncClient, seconds: float) -> tuple[Tally, dict[str, float]]:
@@ -112,28 +155,38 @@ async def half(client: AsyncClient, seconds: float) -> tuple[Tally, dict[str, fl
     return tally, {"requests_per_s": rate, "client_cores": (time.process_time() - cpu_s) / elapsed_s}
 
 
-async def run(address: str) -> tuple[Tally, Tally, dict[str, float]]:
+async def run(address: str, ping: Ping) -> tuple[Tally, list[float], Tally, dict[str, float]]:
     async with AsyncClient(address, name="perf/latency") as client:
-        alone = await idle(client, 8 if is_quick() else 30)
+        alone, pings = await idle(client, ping, 10 if is_quick() else 40)
         busy, told = await half(client, 8.0 if is_quick() else 25.0)
-    return alone, busy, told
+    return alone, pings, busy, told
 
 
 def main() -> None:
     spawn = multiprocessing.get_context("spawn")
-    with engine(sim_toml(replicas=REPLICAS, seats=SEATS, num_blocks=8192, step_ms=STEP_MS)) as running:
-        running.wait_ready()
+    toml = sim_toml(replicas=REPLICAS, seats=SEATS, num_blocks=8192, step_ms=STEP_MS)
+    with engine(toml) as running, tempfile.TemporaryDirectory(prefix="l-") as directory:
         ours, theirs = spawn.Pipe()
-        twin = spawn.Process(target=sleeper, args=(theirs,), daemon=True)
-        twin.start()
-        alone, busy, told = uvloop.run(run(client_address(running.run_dir)))
+        twins = [
+            spawn.Process(target=target, args=(argument,), daemon=True)
+            for target, argument in ((relay, directory), (echo, directory), (sleeper, theirs))
+        ]
+        for twin in twins:
+            twin.start()
+        ping = Ping(directory)
+        running.wait_ready()
+        alone, pings, busy, told = uvloop.run(run(client_address(running.run_dir), ping))
         ours.send("stop")
         overslept = quantiles(ours.recv())
-        twin.join(5)
+        ping.close()
+        for twin in twins:
+            twin.terminate()
+            twin.join(5)
     first = quantiles(busy.first)
     gaps = {"idle": quantiles(alone.gaps), "half load": quantiles(busy.gaps)}
     added = {
         "first token, idle": {name: value - STEP_MS for name, value in quantiles(alone.first).items()},
+        "bare: relay and back, idle": quantiles(pings),
         "first token, half load": {name: first[name] - STEP_MS * (2 + order) for name, order in ORDER.items()},
         **{
             f"gap between tokens, {name}": {at: value - STEP_MS for at, value in each.items()}
