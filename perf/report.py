@@ -1,9 +1,11 @@
-"""Owns what every benchmark ends with: alternating runs, medians, a table, and one JSON object on the last line.
+"""Owns what every benchmark ends with: alternating runs, medians with spread, a table, and a last line of JSON.
 
-Knows no benchmark. Absolute times on a shared machine mean little: each benchmark has a bare twin in the same run.
+Knows no benchmark. Absolute times on a shared machine mean little, and its speed drifts within seconds: each benchmark
+has a bare twin that does the least any program could, run in turn with it; the ratio of the two is what lasts.
 """
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -18,17 +20,32 @@ import msgspec
 import zmq
 
 ROOT = Path(__file__).resolve().parents[1]
+Spread = dict[str, float]
 
 
-def alternate(contenders: dict[str, Callable[[], float]], num_runs: int = 5) -> dict[str, dict[str, float]]:
-    """Run each contender in turn, `num_runs` times; median, lowest and highest of what each returns."""
-    results: dict[str, list[float]] = {name: [] for name in contenders}
+def spread(values: list[float]) -> Spread:
+    """Median, lowest and highest of some runs."""
+    return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
+
+def alternate(contenders: dict[str, Callable[[], float]], num_runs: int = 5) -> dict[str, Spread]:
+    """Run each contender in turn, `num_runs` times; the spread of what each returns."""
+    parts = alternate_parts(
+        {name: lambda contender=contender: {"": contender()} for name, contender in contenders.items()}, num_runs
+    )
+    return {name: each[""] for name, each in parts.items()}
+
+
+def alternate_parts(
+    contenders: dict[str, Callable[[], dict[str, float]]], num_runs: int = 5
+) -> dict[str, dict[str, Spread]]:
+    """As `alternate`, for contenders that return several figures of one run."""
+    results: dict[str, dict[str, list[float]]] = {name: {} for name in contenders}
     for _ in range(num_runs):
         for name, contender in contenders.items():
-            results[name].append(contender())
-    return {
-        name: {"median": statistics.median(each), "low": min(each), "high": max(each)} for name, each in results.items()
-    }
+            for part, value in contender().items():
+                results[name].setdefault(part, []).append(value)
+    return {name: {part: spread(values) for part, values in parts.items()} for name, parts in results.items()}
 
 
 def per_call_us(operation: Callable[[], object], num_calls: int) -> float:
@@ -49,6 +66,11 @@ def quantiles(values: list[float]) -> dict[str, float]:
     return {"p50": at(0.5), "p90": at(0.9), "p99": at(0.99), "max": ordered[-1]}
 
 
+def between(values: Spread) -> str:
+    """Lowest and highest, for a table."""
+    return f"{_cell(values['low'])}-{_cell(values['high'])}"
+
+
 def table(header: list[str], rows: list[list[object]]) -> None:
     """Print aligned columns; numbers with three digits of interest."""
     cells = [header, *([_cell(value) for value in row] for row in rows)]
@@ -58,40 +80,39 @@ def table(header: list[str], rows: list[list[object]]) -> None:
 
 
 def _cell(value: object) -> str:
-    return (
-        f"{value:,.3g}"
-        if isinstance(value, float) and abs(value) < 1000
-        else (f"{value:,.0f}" if isinstance(value, float) else str(value))
-    )
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
+def _rounded(value: Any) -> Any:
+    """Four significant digits: more are noise."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {str(name): _rounded(each) for name, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
 def finish(name: str, numbers: dict[str, Any]) -> None:
     """The last line: where, when and on what, and the numbers."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
-    print(
-        json.dumps(
-            {
-                "bench": name,
-                "commit": commit,
-                "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-                "machine": {"cpu": _cpu(), "cores": len(_affinity())},
-                "versions": {
-                    "python": platform.python_version(),
-                    "libzmq": zmq.zmq_version(),
-                    "msgspec": msgspec.__version__,
-                },
-                "numbers": numbers,
-            }
-        )
-    )
+    told = {
+        "bench": name,
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain", "-uno") else ""),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0)), "load": round(os.getloadavg()[0], 2)},
+        "versions": {
+            "python": platform.python_version(),
+            "libzmq": zmq.zmq_version(),
+            "msgspec": msgspec.__version__,
+        },
+        "numbers": _rounded(numbers),
+    }
+    print(json.dumps(told))
 
 
-def _affinity() -> set[int]:
-    import os
-
-    return os.sched_getaffinity(0)
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _cpu() -> str:
