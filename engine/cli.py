@@ -18,7 +18,8 @@ EXIT_UNAVAILABLE: Final = 69
 EXIT_TEMPORARY: Final = 75
 EXIT_CONFIG: Final = 78
 EXIT_INTERRUPTED: Final = 130
-DEFAULT_CONFIG: Final = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "configs", "sim.toml")
+ROOT: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DEFAULT_CONFIG: Final = os.path.join(ROOT, "configs", "default.toml")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -59,7 +60,7 @@ def _print_json(value: Any) -> None:
 @click.argument("config", required=False, type=click.Path(dir_okay=False))
 @config_option
 def serve(config: str | None, sets: tuple[str, ...]) -> None:
-    """Run the engine in the foreground; without CONFIG, configs/sim.toml: four workers with the fake model.
+    """Run the engine in the foreground; without CONFIG, configs/default.toml: SmolLM2 on the CPU.
 
     SIGTERM drains and ends, a second one stops now; SIGHUP reads the configuration again; SIGUSR1 prints stacks.
     """
@@ -70,6 +71,34 @@ def serve(config: str | None, sets: tuple[str, ...]) -> None:
         return load(config or DEFAULT_CONFIG, list(sets))
 
     sys.exit(Server(read(), read).run())
+
+
+@cli.command()
+@click.argument("config", required=False, type=click.Path(dir_okay=False))
+def demo(config: str | None) -> None:
+    """Start an engine with a real model, show whole, streamed and concurrent answers with figures, and end."""
+    from engine.demo import run
+
+    sys.exit(run(config or DEFAULT_CONFIG))
+
+
+@cli.command()
+@click.argument("route", required=False)
+@click.option("--system", default="", metavar="TEXT", help="System prompt.")
+@click.option("--max-tokens", default=512, show_default=True, help="Longest answer.")
+@click.option("--temperature", default=0.0, show_default=True, help="0 always takes the likeliest token.")
+@run_dir_option
+def chat(route: str | None, system: str, max_tokens: int, temperature: float, run_dir: str | None) -> None:
+    """Talk to a model of a running engine; without ROUTE, to the first that is ready."""
+    from engine.chat import Chat
+    from ipc.client import Client, client_address
+
+    with Client(client_address(_run_dir(run_dir)), name="engine chat") as client:
+        ready = [each.route for each in client.models() if each.is_ready]
+        if route is None and not ready:
+            _fail("no route is ready", EXIT_UNAVAILABLE)
+        options = {"max_tokens": max_tokens, "temperature": temperature}
+        Chat(client, route or ready[0], options, system).run()  # type: ignore[arg-type]
 
 
 @cli.command()

@@ -42,6 +42,7 @@ class Engine(Struct, frozen=True, forbid_unknown_fields=True):
     """[engine]: the process as a whole."""
 
     run_dir: Annotated[str, _meta("engine", "directory of the sockets; empty: $XDG_RUNTIME_DIR/engine or /tmp")] = ""
+    cache_dir: Annotated[str, _meta("engine", "fetched models; empty: $XDG_CACHE_HOME/engine or ~/.cache/engine")] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], _meta("engine", "least level that is logged, to stderr")
     ] = "info"
@@ -74,6 +75,9 @@ class Llm(Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: Annotated[int, _meta("replica", "seats: sequences running at once", ge=1, le=4096)] = 64
     max_batched_tokens: Annotated[int, _meta("replica", "token budget of one step", ge=1, le=1_048_576)] = 256
     prefix_cache: Annotated[bool, _meta("replica", "reuse the blocks of equal beginnings")] = True
+    deterministic: Annotated[
+        Literal["require", "prefer"], _meta("replica", "refuse to start unless products are row-exact, or just say so")
+    ] = "prefer"
 
 
 class Sim(Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,8 +127,9 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True):
     """[[deployment]]: one model behind one route."""
 
     route: Annotated[str, _meta("engine", "public name", pattern=r"^[A-Za-z0-9._/-]{1,64}$")]
-    runner: Annotated[Literal["sim", "llm", "tensor"], _meta("engine", "what computes; only sim is built so far")] = (
-        "sim"
+    model: Annotated[str, _meta("engine", "path, or pypi:NAME==VERSION; not for sim", max_length=4096)] = ""
+    runner: Annotated[Literal["sim", "llm", "tensor"], _meta("engine", "what computes; tensor is not built yet")] = (
+        "llm"
     )
     replicas: Annotated[int, _meta("engine", "running copies", ge=1, le=64)] = 1
     llm: Llm = Llm()
@@ -195,7 +200,7 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any]]:
     for name, text in sorted(environ.items()):
         if name in known:
             path = known[name]
-            is_text = path in {"engine.run_dir", "engine.log_level"}
+            is_text = path in {"engine.run_dir", "engine.cache_dir", "engine.log_level"}
             found.append((path, text if is_text else _value(text)))
         elif name.startswith("ENGINE_") and not name.startswith(CHILD_PREFIX) and name not in RESERVED:
             near = difflib.get_close_matches(name, known, 1, 0.8)
@@ -266,8 +271,11 @@ def _checked(config: Config, source: str) -> Config:
         if deployment.route in routes:
             raise ConfigError(f"a second deployment of route {deployment.route!r}", f"{path}.route", source)
         routes.add(deployment.route)
-        if deployment.runner != "sim":
-            raise ConfigError(f"{deployment.runner!r} is not built yet; 'sim' is", f"{path}.runner", source)
+        if deployment.runner == "tensor":
+            raise ConfigError("'tensor' is not built yet; 'llm' and 'sim' are", f"{path}.runner", source)
+        if (deployment.runner == "llm") != bool(deployment.model):
+            told = "is missing" if deployment.runner == "llm" else "is not for the fake model"
+            raise ConfigError(told, f"{path}.model", source)
         capacity = llm.num_blocks * llm.block_size
         if llm.max_model_len > capacity:
             message = f"{llm.max_model_len} is over num_blocks * block_size = {capacity}"
@@ -277,7 +285,15 @@ def _checked(config: Config, source: str) -> Config:
     if size > SOCKET_PATH_MAX:
         message = f"{run_dir} makes a socket path of {size} bytes; the kernel allows {SOCKET_PATH_MAX}"
         raise ConfigError(message, "engine.run_dir", source)
-    return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, run_dir=run_dir))
+    cache_dir = config.engine.cache_dir or default_cache_dir()
+    engine = msgspec.structs.replace(config.engine, run_dir=run_dir, cache_dir=cache_dir)
+    return msgspec.structs.replace(config, engine=engine)
+
+
+def default_cache_dir() -> str:
+    """Where fetched models are kept unless something else is said."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return os.path.join(cache, "engine")
 
 
 def default_run_dir() -> str:

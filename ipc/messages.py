@@ -93,10 +93,20 @@ class Hello(Struct, frozen=True, omit_defaults=True, gc=False):
     client: OptionalName = ""
 
 
-class Generate(Struct, frozen=True, omit_defaults=True, gc=False):
-    """What to generate. `prompt` is text or token ids. Unknown fields are ignored; a wrong type is refused."""
+class Message(Struct, frozen=True, gc=False):
+    """One turn of a conversation."""
 
-    prompt: Prompt | TokenIds
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: Prompt
+
+
+class Generate(Struct, frozen=True, omit_defaults=True):
+    """What to generate, after `prompt` (text or token ids) or `messages` (rendered by the model's own template).
+
+    Unknown fields are ignored; a wrong type is refused.
+    """
+
+    prompt: Prompt | TokenIds = ""
     max_tokens: Annotated[int, Meta(ge=1, le=IDS_MAX)] = 256
     min_tokens: Annotated[int, Meta(ge=0, le=IDS_MAX)] = 0
     seed: Seed | None = None
@@ -105,6 +115,11 @@ class Generate(Struct, frozen=True, omit_defaults=True, gc=False):
     ignore_eos: bool = False
     stream: bool = True
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
+    messages: Annotated[list[Message], Meta(max_length=4096)] = []
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
+    top_k: Annotated[int, Meta(ge=0, le=IDS_MAX)] = 0
+    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
 
 
 class Empty(Struct, frozen=True, gc=False):
@@ -228,6 +243,7 @@ class ReplicaReport(Struct, frozen=True, omit_defaults=True):
     num_hit_tokens: int = 0
     tokens_per_s: float = 0.0
     num_tokens: int = 0
+    is_row_exact: bool = False
 
 
 class RouteReport(Struct, frozen=True, omit_defaults=True):
@@ -318,6 +334,7 @@ class WorkerReady(Struct, frozen=True, array_like=True, gc=False):
     block_size: Count
     max_model_len: Count
     version: OptionalName = ""
+    is_row_exact: bool = False
 
 
 class Ending(Struct, frozen=True, array_like=True, gc=False):

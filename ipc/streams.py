@@ -12,7 +12,7 @@ from typing import Protocol, TypedDict
 import msgspec
 
 from ipc.errors import Code, EngineError
-from ipc.messages import Cancelled, Delta, Event, Expired, Failed, Finished, Usage
+from ipc.messages import Cancelled, Delta, Event, Expired, Failed, Finished, Message, Usage
 
 
 class Options(TypedDict, total=False):
@@ -25,6 +25,11 @@ class Options(TypedDict, total=False):
     stop_ids: list[int]
     ignore_eos: bool
     cache_salt: str
+    messages: list[Message]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
     priority: str
     tenant: str
     deadline_ms: int

@@ -33,7 +33,7 @@ def run(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str
         (["status", "--no-such-option"], 64, "No such option"),
         (["serve", "/nowhere.toml"], 78, "/nowhere.toml"),
         (["config", "check", "configs/full.toml"], 0, "ok: configs/full.toml"),
-        (["config", "check", "--set", "front.scan_max=0"], 78, "front.scan_max"),
+        (["config", "check", "configs/sim.toml", "--set", "front.scan_max=0"], 78, "front.scan_max"),
         (["wait", "NONSENSE", "--timeout", "0.1"], 64, "NONSENSE"),
         (["status", "--run-dir", "/nowhere"], 69, "no engine answers"),
         (["models", "--run-dir", "/nowhere"], 69, "is an engine running there"),

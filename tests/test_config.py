@@ -20,7 +20,7 @@ from engine.config import (
 )
 
 ROOT = Path(__file__).resolve().parents[1]
-ONE = '[[deployment]]\nroute = "a.b"\n'
+ONE = '[[deployment]]\nroute = "a.b"\nrunner = "sim"\n'
 
 
 @pytest.fixture
@@ -64,7 +64,9 @@ def test_a_deployment_is_set_by_route_or_by_number(file, name: str):
         ("[fornt]\nx = 1\n" + ONE, "fornt", "did you mean front"),
         ("[front]\nscan_max = 9999\n" + ONE, "front.scan_max", "<= 1024"),
         (ONE + ONE, "deployment[1].route", "a second deployment"),
-        (ONE + 'runner = "llm"', "deployment[0].runner", "not built yet"),
+        ('[[deployment]]\nroute = "a"\nrunner = "tensor"', "deployment[0].runner", "not built yet"),
+        ('[[deployment]]\nroute = "a"\n', "deployment[0].model", "is missing"),
+        (ONE + 'model = "x"', "deployment[0].model", "not for the fake model"),
         (ONE + "[deployment.llm]\nnum_blocks = 2", "deployment[0].llm.max_model_len", "num_blocks * block_size = 32"),
         ('[[deployment]]\nroute = "a b"', "deployment[0].route", "regex"),
         (f'[engine]\nrun_dir = "/{"x" * 120}"\n' + ONE, "engine.run_dir", "107"),
@@ -114,7 +116,7 @@ def test_changes_say_when_they_apply(file):
         ("engine.log_level", "engine"),
     ]
     assert changes(old, old) == []
-    two = load(file(ONE + '[[deployment]]\nroute = "c"\n'), [], {})
+    two = load(file(ONE + ONE.replace("a.b", "c")), [], {})
     assert changes(old, two) == [("deployment", "engine")]
 
 
@@ -127,9 +129,10 @@ def test_the_hash_changes_with_any_value(file):
 def test_the_reference_names_every_setting_once_with_its_default_and_its_mark():
     text = (ROOT / "configs/full.toml").read_text()
     config = load(str(ROOT / "configs/full.toml"), [], {})
-    default = msgspec.convert({"deployment": [{"route": "sim"}]}, Config)
-    assert {path: value for path, value in leaves(config).items() if path != "engine.run_dir"} == {
-        path: value for path, value in leaves(default).items() if path != "engine.run_dir"
+    default = msgspec.convert({"deployment": [{"route": "smollm2"}]}, Config)
+    places = {"engine.run_dir", "engine.cache_dir", "deployment[0].model"}  # of this machine, and what has no default
+    assert {path: value for path, value in leaves(config).items() if path not in places} == {
+        path: value for path, value in leaves(default).items() if path not in places
     }
     marks, table = {}, ""
     for line in text.splitlines():

@@ -115,6 +115,7 @@ class Front(Actor):
         self._deadline_at = inf
         self._deadline_timer: asyncio.TimerHandle | None = None
         self._placed = Placed("starting", "", [], [])
+        self._hopeless: set[str] = set()
         self._started_at = clock.now()
         self._is_closing = False
         self.num_internal_errors = 0
@@ -208,6 +209,8 @@ class Front(Actor):
         plan = self._plans.get(head.route)
         if plan is None:
             raise EngineError(Code.NOT_FOUND, f"no route {head.route}", "route")
+        if head.route in self._hopeless:
+            raise EngineError(Code.UNAVAILABLE, f"no replica of route {head.route} can serve", retry_after_s=10.0)
         body, queue = message[2], plan.config.queue
         self._admission.check(len(body), len(session.requests), len(self._table))
         generate = codec.decode(body, Generate) if len(body) <= codec.DECODE_BYTES_MAX else None
@@ -458,7 +461,15 @@ class Front(Actor):
             self._supervise(Drained())
 
     def _on_placed(self, placed: Placed) -> None:
+        """What waits for a route that nobody will serve is told so, rather than left to wait."""
         self._placed = placed
+        self._hopeless = {each.route for each in placed.routes if each.state == "failed"}
+        if self._hopeless:
+            why = "no replica of its route can serve any more"
+            for request in [each for each in self._table if each.route in self._hopeless]:
+                if request.state is RequestState.QUEUED:
+                    failed = Failed(request.name, Code.UNAVAILABLE, why, retry_after_s=10.0)
+                    self._end(request, RequestState.FAILED, failed)
 
     def _on_ask_status(self, question: AskStatus) -> None:
         self._supervise(StatusTold(question.question, self.status()))

@@ -18,7 +18,7 @@ def merge(placed: ReplicaReport, view: ReplicaView | None, tokens_per_s: float) 
     ready, told = view.ready, view.report
     changes: dict[str, float] = {"num_in_flight": len(view.in_flight), "tokens_per_s": round(tokens_per_s, 1)}
     if ready is not None:
-        changes |= {"num_seats": ready.num_seats, "num_blocks": ready.num_blocks}
+        changes |= {"num_seats": ready.num_seats, "num_blocks": ready.num_blocks, "is_row_exact": ready.is_row_exact}
     if told is not None:
         changes |= {
             "num_running": told.num_running,

@@ -22,6 +22,7 @@ def rows(step: Step) -> list[Row]:
                 sequence.seed,
                 sequence.choice,
                 chunk.is_sampled,
+                sequence.sampling,
             )
         )
     return result

@@ -8,7 +8,7 @@ returns.
 from codecs import utf_8_decode
 from collections.abc import Sequence as Seq
 
-from engine.llm.tokenizer import ByteTokenizer
+from engine.llm.tokenizer import Tokenizer
 
 
 class Detokenizer:
@@ -37,7 +37,7 @@ class Detokenizer:
         "stop_index",
     )
 
-    def __init__(self, tokenizer: ByteTokenizer, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._stop = stop
         self._first_characters = frozenset(string[0] for string in stop)

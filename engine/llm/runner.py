@@ -7,9 +7,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from engine.llm.sequence import Sampling
+
 # The last token of a row whose value the device still holds: it was sampled by a step whose result has not
 # been read back yet. The runner takes it from what it last sampled for that seat.
 PENDING_TOKEN: Final = -1
+# Instead of an id: this row has none (its logits are not finite); its request fails, the others go on.
+FAILED_TOKEN: Final = -2
 
 
 @dataclass(slots=True)
@@ -29,6 +33,7 @@ class Row:
     seed: int
     choice: int
     is_sampled: bool
+    sampling: Sampling | None = None
 
 
 class Handle(Protocol):

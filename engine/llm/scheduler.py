@@ -16,6 +16,7 @@ from typing import Final
 from msgspec import Struct
 
 from engine.llm.blocks import AuditError, BlockPool
+from engine.llm.runner import FAILED_TOKEN
 from engine.llm.sequence import FinishReason, Sequence, SequenceState
 from ipc.errors import Code, EngineError
 
@@ -305,7 +306,10 @@ class Scheduler:
                 continue
             if chunk.generation == sequence.num_preempted:
                 self._publish(sequence, chunk.start + chunk.length)
-            if chunk.is_sampled:
+            if token == FAILED_TOKEN:
+                emissions.append(Emission(sequence, [], FinishReason.FAILED))
+                self._leave(sequence, FinishReason.FAILED)
+            elif chunk.is_sampled:
                 sequence.token_ids.append(token)
                 reason = self._reason(sequence, token)
                 emissions.append(Emission(sequence, [token], reason))

@@ -32,6 +32,17 @@ class FinishReason(StrEnum):
     STOP = "stop"  # end of text, a stop id or a stop string
     LENGTH = "length"  # max_tokens or the model's context
     CANCELLED = "cancelled"
+    FAILED = "failed"  # the model gave no token
+
+
+@dataclass(slots=True, frozen=True)
+class Sampling:
+    """How a token is chosen. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 cut nothing."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -51,6 +62,7 @@ class Sequence:
     seed: int = 0
     choice: int = 0
     namespace: bytes = b""
+    sampling: Sampling | None = None
     state: SequenceState = SequenceState.WAITING
     arrival: int = 0
     seat: int = -1

@@ -4,12 +4,31 @@ Knows no model and no request. The worker calls it once per prompt, the detokeni
 """
 
 from collections.abc import Sequence as Seq
-from typing import Final
+from typing import Final, Protocol
 
 from ipc.errors import Code, EngineError
 
 EOS_ID: Final = 256
 VOCAB_SIZE_MAX: Final = 257
+
+
+class Tokenizer(Protocol):
+    """What the worker needs of a vocabulary."""
+
+    eos_ids: frozenset[int]
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text. Raises EngineError."""
+        ...
+
+    def check(self, ids: list[int]) -> None:
+        """Raises EngineError naming the first id outside the vocabulary."""
+        ...
+
+    def token_bytes(self, id: int) -> bytes:
+        """What an id adds to the text."""
+        ...
 
 
 class ByteTokenizer:

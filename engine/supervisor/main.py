@@ -214,6 +214,7 @@ class Supervisor(Actor):
         return {
             **os.environ,
             "ENGINE_CHILD_RUN_DIR": self._config.engine.run_dir,
+            "ENGINE_CHILD_CACHE_DIR": self._config.engine.cache_dir,
             "ENGINE_CHILD_SLOT": str(replica.slot),
             "ENGINE_CHILD_EPOCH": str(replica.epoch),
             "ENGINE_CHILD_INDEX": str(replica.index),

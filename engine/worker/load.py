@@ -4,28 +4,26 @@ Knows no socket and no scheduler. Called by `worker/main.py`, which tells the he
 """
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 
 from engine.config import Deployment
-from engine.llm.runner import Runner
 from engine.llm.tokenizer import ByteTokenizer
+from engine.worker.loaded import Loaded
 from ipc.errors import Code, EngineError
 
 
-@dataclass(slots=True)
-class Loaded:
-    """A runner that is warmed up, its tokenizer, and the name of what it serves."""
+def load(deployment: Deployment, replica: int, cache_dir: str, enter: Callable[[str], None]) -> Loaded:
+    """Build and warm up the runner a deployment names; `replica` counts from 0 within it.
 
-    runner: Runner
-    tokenizer: ByteTokenizer
-    version: str
+    `enter` is told the phase that begins: loading, then warming. Raises EngineError.
+    """
+    if deployment.runner == "sim":
+        return _load_sim(deployment, replica)
+    if deployment.runner == "llm":
+        from engine.worker.load_llm import load_llm  # a worker imports only the runner it has
 
-
-def load(deployment: Deployment, replica: int) -> Loaded:
-    """Build the runner a deployment names; `replica` counts from 0 within it. Raises EngineError `unsupported`."""
-    if deployment.runner != "sim":
-        raise EngineError(Code.UNSUPPORTED, f"runner {deployment.runner} is not built", "runner")
-    return _load_sim(deployment, replica)
+        return load_llm(deployment, cache_dir, enter)
+    raise EngineError(Code.UNSUPPORTED, f"runner {deployment.runner} is not built", "runner")
 
 
 def _load_sim(deployment: Deployment, replica: int) -> Loaded:
@@ -50,4 +48,4 @@ def _load_sim(deployment: Deployment, replica: int) -> Loaded:
         time.sleep(sim.load_s)  # the fake model pretends that its weights take this long
     runner = SimRunner(options)
     runner.warm(llm.max_batched_tokens)
-    return Loaded(runner, ByteTokenizer(sim.vocab_size), sim.version)
+    return Loaded(runner, ByteTokenizer(sim.vocab_size), sim.version, overlap=2 if sim.overlap else 1)

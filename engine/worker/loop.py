@@ -18,10 +18,9 @@ from engine.llm.blocks import namespace_key
 from engine.llm.detokenizer import Detokenizer
 from engine.llm.runner import Handle
 from engine.llm.scheduler import Emission, Scheduler, Step
-from engine.llm.sequence import FinishReason, Sequence
-from engine.llm.tokenizer import ByteTokenizer
+from engine.llm.sequence import FinishReason, Sampling, Sequence
 from engine.worker.live import Live, StepEntries
-from engine.worker.load import Loaded
+from engine.worker.loaded import Loaded
 from ipc import codec
 from ipc.channel import Channel, Sent
 from ipc.errors import Code, EngineError, ProtocolError
@@ -61,7 +60,8 @@ class WorkerLoop:
         self._page = page
         self._scheduler = scheduler
         self._runner = loaded.runner
-        self._tokenizer: ByteTokenizer = loaded.tokenizer
+        self._tokenizer = loaded.tokenizer
+        self._template = loaded.template
         self._version = loaded.version
         self._settings = settings
         self._lives: dict[int, Live] = {}
@@ -131,11 +131,9 @@ class WorkerLoop:
     def _take_in(self, assign: Assign, generate: Generate) -> Live:
         """One request as a sequence. Raises EngineError naming the field."""
         tokenizer = self._tokenizer
-        if isinstance(generate.prompt, str):
-            prompt_ids = tokenizer.encode(generate.prompt)
-        else:
-            prompt_ids = generate.prompt
-            tokenizer.check(prompt_ids)
+        prompt_ids = self._prompt_ids(generate)
+        if generate.top_p == 0 and generate.temperature > 0:
+            raise EngineError(Code.INVALID, "top_p 0 leaves nothing to sample from", "top_p")
         if generate.min_tokens > generate.max_tokens:
             message = f"min_tokens is {generate.min_tokens}, over max_tokens, {generate.max_tokens}"
             raise EngineError(Code.INVALID, message, "min_tokens")
@@ -152,10 +150,28 @@ class WorkerLoop:
             seed=assign.seed,
             choice=0,
             namespace=namespace_key(self._version, "", "", assign.tenant, generate.cache_salt),
+            sampling=Sampling(generate.temperature, generate.top_k, generate.top_p, generate.min_p)
+            if generate.temperature
+            else None,
         )
         detokenizer = Detokenizer(tokenizer, tuple(generate.stop))
         self._scheduler.add(sequence)
         return Live(assign.number, assign.attempt, assign.session, assign.request, detokenizer, generate.stream)
+
+    def _prompt_ids(self, generate: Generate) -> list[int]:
+        """The prompt, or the conversation by the model's template. Raises EngineError naming the field."""
+        tokenizer, prompt = self._tokenizer, generate.prompt
+        if generate.messages:
+            if prompt:
+                raise EngineError(Code.INVALID, "prompt and messages exclude each other", "messages")
+            if self._template is None:
+                raise EngineError(Code.INVALID, "this model has no chat template", "messages")
+            turns = [{"role": each.role, "content": each.content} for each in generate.messages]
+            return self._template.ids(turns, tokenizer.encode)
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt)
+        tokenizer.check(prompt)
+        return prompt
 
     def _refuse(self, assign: Assign, event: Failed) -> None:
         live = Live(assign.number, assign.attempt, assign.session, assign.request, Detokenizer(self._tokenizer), True)
@@ -237,6 +253,10 @@ class WorkerLoop:
 
     def _end(self, live: Live, sequence: Sequence, ids: list[int], text: str, reason: FinishReason) -> None:
         del self._lives[live.number]
+        if reason is FinishReason.FAILED:
+            failed = Failed(live.name, Code.INTERNAL.value, "the model's logits are not finite")
+            self._entries_of(live.session).add_end(live, [], failed, Outcome.FAILED, sequence.num_prompt_tokens)
+            return
         detokenizer = live.detokenizer
         if not detokenizer.is_stopped:
             text += detokenizer.finish()

@@ -19,7 +19,8 @@ import zmq
 from engine.config import EXIT_CONFIG, Deployment
 from engine.llm.blocks import BlockPool
 from engine.llm.scheduler import Limits, Scheduler
-from engine.worker.load import Loaded, load
+from engine.worker.load import load
+from engine.worker.loaded import Loaded
 from engine.worker.loop import LoopSettings, WorkerLoop
 from ipc import codec
 from ipc.channel import Channel, dealer, ipc_address
@@ -28,6 +29,7 @@ from ipc.health import PageWriter, Phase
 from ipc.messages import Kind, WorkerHello, WorkerReady
 from ipc.parent import guard
 
+EXIT_UNAVAILABLE = 69
 EXIT_INTERNAL = 70
 
 
@@ -39,6 +41,7 @@ class _Settings(msgspec.Struct, frozen=True):
     token: str
     page_fd: int
     deployment: Deployment
+    cache_dir: str
 
 
 def _settings() -> _Settings:
@@ -53,6 +56,7 @@ def _settings() -> _Settings:
         named["TOKEN"],
         numbers["PAGE_FD"],
         msgspec.json.decode(named["DEPLOYMENT"], type=Deployment),
+        os.environ["ENGINE_CHILD_CACHE_DIR"],
     )
 
 
@@ -69,7 +73,13 @@ def _connect(context: "zmq.Context[zmq.Socket[bytes]]", settings: _Settings) -> 
 def _ready(settings: _Settings, loaded: Loaded) -> list[bytes]:
     llm = settings.deployment.llm
     ready = WorkerReady(
-        settings.epoch, llm.max_num_seqs, llm.num_blocks, llm.block_size, llm.max_model_len, loaded.version
+        settings.epoch,
+        llm.max_num_seqs,
+        llm.num_blocks,
+        llm.block_size,
+        llm.max_model_len,
+        loaded.version,
+        loaded.is_row_exact,
     )
     return [codec.ENVELOPES[Kind.WORKER_READY], codec.encode(ready)]
 
@@ -79,14 +89,14 @@ def _run(settings: _Settings, page: PageWriter) -> None:
     llm, boot_s, floor_s = deployment.llm, deployment.restart.boot_s, deployment.restart.hang_floor_s
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     channel = _connect(context, settings)
+    phases = {"loading": Phase.LOADING, "warming": Phase.WARMING}
     page.enter(Phase.LOADING, boot_s)
-    loaded = load(deployment, settings.index)
+    loaded = load(deployment, settings.index, settings.cache_dir, lambda name: page.enter(phases[name], boot_s))
     scheduler = Scheduler(
         Limits(llm.max_num_seqs, llm.max_batched_tokens, llm.max_model_len),
         BlockPool(llm.num_blocks, llm.block_size, llm.prefix_cache),
     )
-    depth = 2 if deployment.sim.overlap else 1
-    loop = WorkerLoop(channel, page, scheduler, loaded, LoopSettings(settings.epoch, depth, floor_s))
+    loop = WorkerLoop(channel, page, scheduler, loaded, LoopSettings(settings.epoch, loaded.overlap, floor_s))
     page.enter(Phase.IDLE, floor_s)
     channel.send_nowait(_ready(settings, loaded))
     if deployment.sim.exit_after_s:
@@ -113,7 +123,7 @@ def main() -> int:
     except EngineError as error:
         page.crash(str(error))
         sys.stderr.write(f"worker {settings.slot}: {error}\n")
-        return EXIT_CONFIG
+        return EXIT_UNAVAILABLE if error.is_retryable else EXIT_CONFIG
     except Exception as error:  # noqa: BLE001 - the boundary at the top of main
         page.crash(f"{type(error).__name__}: {error}")
         traceback.print_exc()

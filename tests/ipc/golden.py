@@ -27,7 +27,7 @@ MESSAGES = {
     Kind.PONG: (m.Head(), m.Empty()),
     Kind.ERROR: (m.Head(request="1"), m.Error("invalid", "no", "prompt", "1", 0.5)),
     Kind.WORKER_HELLO: (m.WorkerHello("token", 0, 3, 99), None),
-    Kind.WORKER_READY: (m.WorkerReady(3, 64, 8192, 16, 2048, "sim-1"), None),
+    Kind.WORKER_READY: (m.WorkerReady(3, 64, 8192, 16, 2048, "sim-1", True), None),
     Kind.EMISSIONS: (
         m.Emissions(3, 9, 5, [11, 12], [1, 1], [0, 7], [1, 2], [65, 66, 67], [30, 0], [m.Ending(1, 0, 4)]),
         None,
@@ -85,7 +85,7 @@ FRAMES = {
         "a670726f6d7074a772657175657374a131ad72657472795f61667465725f73cb3fe0000000000000"
     ),
     Kind.WORKER_HELLO: ("454e012100/95a5746f6b656e00036301"),
-    Kind.WORKER_READY: ("454e012200/960340cd200010cd0800a573696d2d31"),
+    Kind.WORKER_READY: ("454e012200/970340cd200010cd0800a573696d2d31c3"),
     Kind.EMISSIONS: ("454e012300/9a030905920b0c92010192000792010293414243921e009193010004"),
     Kind.REPORT: ("454e012400/9b0309cb3fd0000000000000640201cd1f40320020c3"),
     Kind.ASSIGN: ("454e013100/970b0105a1312aa674656e616e74a174"),

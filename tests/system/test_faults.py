@@ -145,6 +145,7 @@ def test_slow_steps_are_not_a_hang():
 TWO_ROUTES = """
 [[deployment]]
 route = "bad"
+runner = "sim"
 [deployment.llm]
 num_blocks = 128
 [deployment.sim]
@@ -157,6 +158,7 @@ backoff_max_s = 0.2
 
 [[deployment]]
 route = "good"
+runner = "sim"
 [deployment.llm]
 num_blocks = 128
 [deployment.sim]
@@ -206,5 +208,14 @@ def test_with_every_worker_dead_the_engine_says_not_ready_within_three_seconds()
             os.kill(each.pid, signal.SIGKILL)
         until(lambda: not client.models()[0].is_ready, 3.0, "not ready")
         assert running.status().state == "failed"
-        stream = client.stream("sim", "x", deadline_ms=300)
-        assert type(list(stream)[-1]).__name__ == "Expired"
+        (end,) = list(client.stream("sim", "x"))
+        assert (end.code, end.message) == ("unavailable", "no replica of route sim can serve")
+
+
+def test_what_waits_for_a_route_that_fails_for_good_is_told():
+    toml = sim_toml(seats=1, restart="intensity = 0", step_ms=20)
+    with engine(toml) as running, running.wait_ready().client() as client:
+        streams = [client.stream("sim", "x", max_tokens=3000, ignore_eos=True) for _ in range(3)]
+        next(streams[0])
+        os.kill(running.replicas()[0].pid, signal.SIGKILL)
+        assert [list(each)[-1].code for each in streams] == ["worker_lost", "unavailable", "unavailable"]

@@ -1,0 +1,1 @@
+"""Weights and the decoder. Knows no scheduler, no socket and no text."""

@@ -1,0 +1,1 @@
+"""Where models come from. Knows nothing of what is in them."""

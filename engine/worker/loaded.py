@@ -1,0 +1,26 @@
+"""Owns what loading gives to the loop. Knows nothing else; imports neither torch nor a template engine by itself."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from engine.llm.runner import Runner
+from engine.llm.tokenizer import Tokenizer
+
+
+class Template(Protocol):
+    """A chat template: `engine.llm.template.ChatTemplate` where there is one."""
+
+    def ids(self, messages: list[dict[str, str]], encode: Callable[[str], list[int]]) -> list[int]: ...
+
+
+@dataclass(slots=True)
+class Loaded:
+    """A runner that is warmed up, its tokenizer, and the name of what it serves. `overlap` steps may be in flight."""
+
+    runner: Runner
+    tokenizer: Tokenizer
+    version: str
+    template: Template | None = None
+    is_row_exact: bool = True
+    overlap: int = 1
