@@ -6,7 +6,6 @@ half-way; whatever it starts dies with it.
 
 import asyncio
 import faulthandler
-import gc
 import os
 import signal
 from collections.abc import Callable
@@ -19,6 +18,7 @@ import zmq
 from engine.clock import MonotonicClock
 from engine.config import Config, ConfigError, changes, config_hash
 from engine.front.main import Front
+from engine.memory import quiet_gc
 from engine.run_dir import RunDir
 from engine.supervisor.main import Supervisor
 from engine.telemetry import configure_logging
@@ -31,13 +31,6 @@ ADMIN_BYTES_MAX: Final = 65_536
 WORKER_BYTES_MAX: Final = 64 * 1024 * 1024
 
 log = structlog.get_logger("engine")
-
-
-def quiet_gc() -> None:
-    """Everything imported so far is permanent, and requests form no cycles: collect rarely, and not what lives on."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 class Server:

@@ -31,7 +31,7 @@ import zmq
 from engine.clock import MonotonicClock
 from engine.config import Config
 from engine.front.main import Front
-from engine.serve import quiet_gc
+from engine.memory import quiet_gc
 from engine.worker.live import Live, StepEntries
 from ipc import codec
 from ipc.channel import router

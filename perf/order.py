@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine.front.order import Order
 from engine.front.requests import PriorityClass, Request, RequestTable
-from engine.serve import quiet_gc
+from engine.memory import quiet_gc
 from perf.report import Spread, alternate, alternate_parts, between, finish, is_quick, table
 
 GOAL_US = 20

@@ -19,6 +19,7 @@ import zmq
 from engine.config import EXIT_CONFIG, Deployment
 from engine.llm.blocks import BlockPool
 from engine.llm.scheduler import Limits, Scheduler
+from engine.memory import quiet_gc
 from engine.worker.load import load
 from engine.worker.loaded import Loaded
 from engine.worker.loop import LoopSettings, WorkerLoop
@@ -101,6 +102,7 @@ def _run(settings: _Settings, page: PageWriter) -> None:
     channel.send_nowait(_ready(settings, loaded))
     if deployment.sim.exit_after_s:
         threading.Timer(deployment.sim.exit_after_s, os._exit, (EXIT_INTERNAL,)).start()
+    quiet_gc()
     loop.run()
     channel.close()
     context.term()
