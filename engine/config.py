@@ -15,10 +15,11 @@ from typing import Annotated, Any, Final, Literal, get_args, get_origin, get_typ
 import msgspec
 from msgspec import Meta, Struct
 
+from ipc.channel import SOCKET_PATH_MAX, user_run_dir
+
 EXIT_CONFIG: Final = 78
 CHILD_PREFIX: Final = "ENGINE_CHILD_"
 RESERVED: Final = frozenset({"ENGINE_PYTHON"})
-SOCKET_PATH_MAX: Final = 107
 LONGEST_SOCKET: Final = "/client"
 
 
@@ -280,7 +281,7 @@ def _checked(config: Config, source: str) -> Config:
         if llm.max_model_len > capacity:
             message = f"{llm.max_model_len} is over num_blocks * block_size = {capacity}"
             raise ConfigError(message, f"{path}.llm.max_model_len", source)
-    run_dir = config.engine.run_dir or default_run_dir()
+    run_dir = config.engine.run_dir or user_run_dir()
     size = len((run_dir + LONGEST_SOCKET).encode())
     if size > SOCKET_PATH_MAX:
         message = f"{run_dir} makes a socket path of {size} bytes; the kernel allows {SOCKET_PATH_MAX}"
@@ -294,12 +295,6 @@ def default_cache_dir() -> str:
     """Where fetched models are kept unless something else is said."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return os.path.join(cache, "engine")
-
-
-def default_run_dir() -> str:
-    """Where an engine of this user listens unless it is told otherwise."""
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    return str(Path(runtime) / "engine") if runtime else f"/tmp/engine-{os.getuid()}"
 
 
 def _leaves(tree: Any, path: str = "") -> list[tuple[str, Any]]:

@@ -77,13 +77,15 @@ def ipc_address(run_dir: str, name: str) -> str:
     return f"ipc://{path}"
 
 
+def user_run_dir() -> str:
+    """Where an engine of this user listens when nobody says otherwise."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    return str(Path(runtime) / "engine") if runtime else f"/tmp/engine-{os.getuid()}"
+
+
 def default_run_dir() -> str:
-    """Where an engine of this user listens unless it is told otherwise."""
-    if chosen := os.environ.get("ENGINE_RUN_DIR"):
-        return chosen
-    if runtime := os.environ.get("XDG_RUNTIME_DIR"):
-        return str(Path(runtime) / "engine")
-    return f"/tmp/engine-{os.getuid()}"
+    """Where to look for an engine: $ENGINE_RUN_DIR, or this user's place."""
+    return os.environ.get("ENGINE_RUN_DIR") or user_run_dir()
 
 
 def client_address(run_dir: str | None = None) -> str:

@@ -42,7 +42,7 @@ class _Measured:
 
 
 class Admission:
-    """The gates of DESIGN's admission that need no prediction, and the measurements they use."""
+    """The gates that need no prediction, and the measurements they use."""
 
     __slots__ = ("_routes", "limits")
 
