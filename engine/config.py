@@ -72,10 +72,19 @@ class Llm(Struct, frozen=True, forbid_unknown_fields=True):
 
     max_model_len: Annotated[int, _meta("replica", "tokens of prompt and answer together", ge=2, le=1_048_576)] = 2048
     block_size: Annotated[int, _meta("replica", "KV positions per block", ge=1, le=1024)] = 16
-    num_blocks: Annotated[int, _meta("replica", "KV blocks of one replica", ge=1, le=1_048_576)] = 4096
+    num_blocks: Annotated[
+        int,
+        _meta("replica", "KV blocks of one replica; 0: what a quarter of the free memory holds", ge=0, le=1_048_576),
+    ] = 0
     max_num_seqs: Annotated[int, _meta("replica", "seats: sequences running at once", ge=1, le=4096)] = 64
     max_batched_tokens: Annotated[int, _meta("replica", "token budget of one step", ge=1, le=1_048_576)] = 256
     prefix_cache: Annotated[bool, _meta("replica", "reuse the blocks of equal beginnings")] = True
+    dtype: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"], _meta("replica", "what is computed in; the CPU computes in fp32")
+    ] = "auto"
+    kv_dtype: Annotated[
+        Literal["auto", "fp32", "bf16", "fp16"], _meta("replica", "what keys and values are kept in; auto: as dtype")
+    ] = "auto"
     deterministic: Annotated[
         Literal["require", "prefer"], _meta("replica", "refuse to start unless products are row-exact, or just say so")
     ] = "prefer"
@@ -132,6 +141,9 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True):
     runner: Annotated[Literal["sim", "llm", "tensor"], _meta("engine", "what computes; tensor is not built yet")] = (
         "llm"
     )
+    devices: Annotated[
+        str, _meta("replica", "auto (a GPU if there is one), cpu or cuda:N", pattern=r"^(auto|cpu|cuda:[0-9]{1,3})$")
+    ] = "auto"
     replicas: Annotated[int, _meta("engine", "running copies", ge=1, le=64)] = 1
     llm: Llm = Llm()
     sim: Sim = Sim()
@@ -278,7 +290,7 @@ def _checked(config: Config, source: str) -> Config:
             told = "is missing" if deployment.runner == "llm" else "is not for the fake model"
             raise ConfigError(told, f"{path}.model", source)
         capacity = llm.num_blocks * llm.block_size
-        if llm.max_model_len > capacity:
+        if capacity and llm.max_model_len > capacity:
             message = f"{llm.max_model_len} is over num_blocks * block_size = {capacity}"
             raise ConfigError(message, f"{path}.llm.max_model_len", source)
     run_dir = config.engine.run_dir or user_run_dir()

@@ -15,6 +15,8 @@ MINOR: Final = 0
 
 IDS_MAX: Final = 1_048_576  # token ids in one prompt or one emission
 ENTRIES_MAX: Final = 4_096  # entries in one EVENTS or EMISSIONS message
+CHOICES_MAX: Final = 128  # answers to one request
+LOGPROBS_MAX: Final = 20  # likeliest tokens told beside each token
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -27,6 +29,8 @@ Route = Annotated[str, Meta(min_length=1, max_length=64)]
 Text = Annotated[str, Meta(max_length=1024)]
 Trace = Annotated[str, Meta(max_length=64)]
 Prompt = Annotated[str, Meta(max_length=16 * 1024 * 1024)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
 Entries = Annotated[list[Count], Meta(max_length=ENTRIES_MAX)]
 
 
@@ -103,11 +107,12 @@ class Message(Struct, frozen=True, gc=False):
 class Generate(Struct, frozen=True, omit_defaults=True):
     """What to generate, after `prompt` (text or token ids) or `messages` (rendered by the model's own template).
 
-    Unknown fields are ignored; a wrong type is refused.
+    `max_tokens` None fills the context; 0 generates nothing and goes with `echo`. Unknown fields are ignored; a wrong
+    type is refused.
     """
 
     prompt: Prompt | TokenIds = ""
-    max_tokens: Annotated[int, Meta(ge=1, le=IDS_MAX)] = 256
+    max_tokens: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = 256
     min_tokens: Annotated[int, Meta(ge=0, le=IDS_MAX)] = 0
     seed: Seed | None = None
     stop: Annotated[list[Annotated[str, Meta(min_length=1, max_length=1024)]], Meta(max_length=16)] = []
@@ -117,9 +122,17 @@ class Generate(Struct, frozen=True, omit_defaults=True):
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     messages: Annotated[list[Message], Meta(max_length=4096)] = []
     temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    top_k: Annotated[int, Meta(ge=0, le=IDS_MAX)] = 0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
     top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] = {}
+    n: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] = 1
+    logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    echo: bool = False
+    parse_special: bool = False
 
 
 class Empty(Struct, frozen=True, gc=False):
@@ -154,17 +167,65 @@ class Usage(Struct, frozen=True, gc=False):
     cached_tokens: Count = 0
 
 
-class Delta(Struct, frozen=True, tag="delta"):
-    """More of a request: `ids` are output tokens index .. index + len(ids); `text` is what they make readable."""
+class TopLogprob(Struct, frozen=True, gc=False):
+    """A token that could have come: its id, its bytes, its natural log probability in the raw distribution."""
+
+    id: TokenId
+    bytes: bytes
+    logprob: float
+
+
+class TokenLogprob(Struct, frozen=True, omit_defaults=True):
+    """A token that came. `logprob` is None for the first of a prompt alone; `top` are the likeliest, best first."""
+
+    id: TokenId
+    bytes: bytes
+    logprob: float | None
+    top: list[TopLogprob] = []
+
+
+class Delta(Struct, frozen=True, omit_defaults=True, tag="delta"):
+    """More of a request: `ids` are output tokens index .. index + len(ids); `text` is what they make readable.
+
+    `choice` says of which answer; `logprobs` has one entry per id where they were asked for.
+    """
 
     request: str
     index: Count
     text: str
     ids: list[int]
+    choice: Count = 0
+    logprobs: list[TokenLogprob] = []
 
 
-class Finished(Struct, frozen=True, tag="finished"):
-    """The end of a request that ran to its end. `text` and `ids` continue the deltas; whole requests have all here."""
+class Echo(Struct, frozen=True, omit_defaults=True, tag="echo"):
+    """The prompt where it was asked for, in pieces: tokens index .. index + len(ids); the first has its text."""
+
+    request: str
+    index: Count
+    text: str
+    ids: list[int]
+    logprobs: list[TokenLogprob] = []
+
+
+class Ended(Struct, frozen=True, omit_defaults=True, tag="ended"):
+    """The end of one of several answers; the others go on, and Finished comes when all have ended."""
+
+    request: str
+    index: Count
+    text: str
+    ids: list[int]
+    choice: Count
+    reason: str
+    matched: str = ""
+    logprobs: list[TokenLogprob] = []
+
+
+class Finished(Struct, frozen=True, omit_defaults=True, tag="finished"):
+    """The end of a request that ran to its end. `text` and `ids` continue the deltas; whole requests have all here.
+
+    Of a request with several answers they are empty, and `reason` is that of choice 0.
+    """
 
     request: str
     index: Count
@@ -174,6 +235,7 @@ class Finished(Struct, frozen=True, tag="finished"):
     usage: Usage
     seed: Seed = 0
     matched: str = ""
+    logprobs: list[TokenLogprob] = []
 
 
 class Failed(Struct, frozen=True, omit_defaults=True, tag="failed"):
@@ -201,7 +263,7 @@ class Expired(Struct, frozen=True, tag="expired", gc=False):
     has_run: bool = False
 
 
-Event = Delta | Finished | Failed | Cancelled | Expired
+Event = Delta | Echo | Ended | Finished | Failed | Cancelled | Expired
 FINAL: Final = (Finished, Failed, Cancelled, Expired)
 
 
@@ -244,6 +306,7 @@ class ReplicaReport(Struct, frozen=True, omit_defaults=True):
     tokens_per_s: float = 0.0
     num_tokens: int = 0
     is_row_exact: bool = False
+    num_non_finite: int = 0
 
 
 class RouteReport(Struct, frozen=True, omit_defaults=True):
@@ -335,6 +398,7 @@ class WorkerReady(Struct, frozen=True, array_like=True, gc=False):
     max_model_len: Count
     version: OptionalName = ""
     is_row_exact: bool = False
+    device: OptionalName = ""
 
 
 class Ending(Struct, frozen=True, array_like=True, gc=False):
@@ -355,7 +419,8 @@ class Outcome(IntEnum):
 class Emissions(Struct, frozen=True, array_like=True, gc=False):
     """What one step gave to one client connection, in columns; entry i is numbers[i], attempts[i], …
 
-    `ids` are for the front's journal, counts[i] of them for entry i. Payload bytes of the entries follow in a frame the
+    `ids` are for the front's journal, counts[i] of them for entry i, of answer choices[i]; an empty column of choices
+    is all zeros. Payload bytes of the entries follow in a frame the
     front forwards unread; lengths[i] is entry i's share of it, 0 when the client gets nothing for it.
     """
 
@@ -369,12 +434,14 @@ class Emissions(Struct, frozen=True, array_like=True, gc=False):
     ids: Annotated[list[int], Meta(max_length=IDS_MAX)]
     lengths: Entries
     endings: Annotated[list[Ending], Meta(max_length=ENTRIES_MAX)] = []
+    choices: Entries = []
 
     def is_square(self) -> bool:
         """True when the columns have one length and endings and ids lie within them."""
         size = len(self.numbers)
         return (
             size == len(self.attempts) == len(self.indexes) == len(self.counts) == len(self.lengths)
+            and len(self.choices) in {0, size}
             and sum(self.counts) == len(self.ids)
             and all(ending.position < size for ending in self.endings)
         )
@@ -394,6 +461,7 @@ class Report(Struct, frozen=True, array_like=True, gc=False):
     num_preemptions: Count
     num_hit_tokens: Count
     is_idle: bool = False
+    num_non_finite: Count = 0
 
 
 class Assign(Struct, frozen=True, array_like=True, gc=False):

@@ -9,7 +9,7 @@ import itertools
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Self, Unpack
 
 import msgspec
@@ -22,6 +22,7 @@ from ipc.messages import (
     FINAL,
     Delta,
     Empty,
+    Ended,
     Error,
     Event,
     Failed,
@@ -55,7 +56,14 @@ class _Open:
     """One request that has no final event yet."""
 
     sink: Sink
-    next_index: int = 0
+    next_indexes: dict[int, int] = field(default_factory=dict)  # by choice
+
+    def is_next(self, event: Delta | Ended | Finished) -> bool:
+        """Whether its tokens follow those that came before. Changes what comes next."""
+        choice = 0 if isinstance(event, Finished) else event.choice
+        expected = self.next_indexes.get(choice, 0)
+        self.next_indexes[choice] = expected + len(event.ids)
+        return event.index == expected
 
 
 class AsyncStream:
@@ -236,11 +244,9 @@ class AsyncClient:
             entry = self._open.get(event.request)
             if entry is None:
                 continue
-            if isinstance(event, Delta | Finished):
-                if event.index != entry.next_index:
-                    self._cut(event.request, entry, Code.INTERNAL, "tokens of this stream were lost or doubled")
-                    continue
-                entry.next_index += len(event.ids)
+            if isinstance(event, Delta | Ended | Finished) and not entry.is_next(event):
+                self._cut(event.request, entry, Code.INTERNAL, "tokens of this stream were lost or doubled")
+                continue
             entry.sink.put(event)
             if isinstance(event, FINAL):
                 del self._open[event.request]

@@ -12,13 +12,25 @@ from typing import Protocol, TypedDict
 import msgspec
 
 from ipc.errors import Code, EngineError
-from ipc.messages import Cancelled, Delta, Event, Expired, Failed, Finished, Message, Usage
+from ipc.messages import (
+    Cancelled,
+    Delta,
+    Echo,
+    Ended,
+    Event,
+    Expired,
+    Failed,
+    Finished,
+    Message,
+    TokenLogprob,
+    Usage,
+)
 
 
 class Options(TypedDict, total=False):
     """What may be asked for beside route and prompt; `ipc/messages.py` has the bounds."""
 
-    max_tokens: int
+    max_tokens: int | None
     min_tokens: int
     seed: int | None
     stop: list[str]
@@ -30,6 +42,14 @@ class Options(TypedDict, total=False):
     top_k: int
     top_p: float
     min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: dict[int, float]
+    n: int
+    logprobs: int | None
+    echo: bool
+    parse_special: bool
     priority: str
     tenant: str
     deadline_ms: int
@@ -37,8 +57,27 @@ class Options(TypedDict, total=False):
     traceparent: str
 
 
+class Choice(msgspec.Struct, frozen=True):
+    """One of several answers."""
+
+    text: str
+    ids: list[int]
+    reason: str
+    matched: str = ""
+    logprobs: list[TokenLogprob] = []
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """The prompt, where it was asked for."""
+
+    text: str
+    ids: list[int]
+    logprobs: list[TokenLogprob] = []
+
+
 class Completion(msgspec.Struct, frozen=True):
-    """A whole answer. `ids` are the output token ids; `reason` is stop or length."""
+    """A whole answer. `ids` are the output token ids; `reason` is stop or length. These are those of choice 0, and
+    `choices` has all of them; `prompt` is there when `echo` asked for it."""
 
     request: str
     text: str
@@ -47,6 +86,9 @@ class Completion(msgspec.Struct, frozen=True):
     usage: Usage
     seed: int = 0
     matched: str = ""
+    logprobs: list[TokenLogprob] = []
+    choices: list[Choice] = []
+    prompt: Prompt | None = None
 
 
 class Sink(Protocol):
@@ -71,21 +113,69 @@ def raise_unless_finished(event: Event) -> Finished:
 
 
 @dataclass(slots=True)
-class Gather:
-    """The text and ids of one answer, joined."""
+class _Part:
+    """One answer in the making."""
 
-    parts: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    reason: str = ""
+    matched: str = ""
+
+    def add(self, event: Delta | Ended | Finished | Echo) -> None:
+        self.texts.append(event.text)
+        self.ids += event.ids
+        self.logprobs += event.logprobs
+
+    def end(self, event: Ended | Finished) -> None:
+        self.reason, self.matched = event.reason, event.matched
+
+    def choice(self) -> Choice:
+        return Choice("".join(self.texts), self.ids, self.reason, self.matched, self.logprobs)
+
+
+@dataclass(slots=True)
+class Gather:
+    """The events of one request, joined into its answers."""
+
+    parts: dict[int, _Part] = field(default_factory=dict)
+    prompt: _Part | None = None
 
     def add(self, event: Event) -> None:
-        if isinstance(event, Delta | Finished):
-            self.parts.append(event.text)
-            self.ids += event.ids
+        match event:
+            case Delta():
+                self.parts.setdefault(event.choice, _Part()).add(event)
+            case Ended():
+                part = self.parts.setdefault(event.choice, _Part())
+                part.add(event)
+                part.end(event)
+            case Echo():
+                self.prompt = self.prompt or _Part()
+                self.prompt.add(event)
+            case Finished():
+                part = self.parts.setdefault(0, _Part())
+                part.add(event)
+                if not part.reason:
+                    part.end(event)
 
     def completion(self, final: Event) -> Completion:
+        """All of it. Raises EngineError when the final event is anything but Finished."""
         end = raise_unless_finished(final)
-        text = "".join(self.parts)
-        return Completion(end.request, text, self.ids, end.reason, end.usage, end.seed, end.matched)
+        choices = [part.choice() for _, part in sorted(self.parts.items())]
+        first = choices[0]
+        prompt = self.prompt
+        return Completion(
+            end.request,
+            first.text,
+            first.ids,
+            first.reason,
+            end.usage,
+            end.seed,
+            first.matched,
+            first.logprobs,
+            choices,
+            Prompt("".join(prompt.texts), prompt.ids, prompt.logprobs) if prompt is not None else None,
+        )
 
 
 class AsyncSink:

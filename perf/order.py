@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from engine.front.order import Order
 from engine.front.requests import PriorityClass, Request, RequestTable
 from engine.memory import quiet_gc
+from ipc.messages import Emissions
 from perf.report import Spread, alternate, alternate_parts, between, finish, is_quick, table
 
 GOAL_US = 20
@@ -91,9 +92,12 @@ def accept_at(num_entries: int) -> dict[str, dict[str, float]]:
             take(indexes, ids)
         return (time.perf_counter() - started) / num_frames / num_entries * 1e6
 
+    def emissions(indexes: list[int], ids: list[int]) -> Emissions:
+        return Emissions(1, 1, 1, numbers, attempts, indexes, attempts, ids, [])
+
     def fenced() -> float:
         nonlocal index
-        spent = timed(lambda indexes, ids: requests.accept(0, numbers, attempts, indexes, attempts, ids) and None)
+        spent = timed(lambda indexes, ids: requests.accept(0, emissions(indexes, ids)) and None)
         index += num_frames
         return spent
 

@@ -1,20 +1,34 @@
-"""Owns tiny random models as real GGUF files, for tests of loaders, decoder and equivalence. No network, no weights."""
+"""Owns tiny random models as real files, GGUF and Hugging Face folders of the same weights. No network."""
 
+import json
 from pathlib import Path
 
 import gguf
 import numpy as np
+import torch
+from safetensors.torch import save_file
 
-from engine.llm.bpe import byte_letters
+from engine.llm.text_tokenizer import TextTokenizer
+from engine.llm.vocabulary import CONTROL, Lists, byte_letters, from_lists
+from engine.models import gguf_checkpoint, safetensors
 
 HIDDEN, FFN, HEADS, KV_HEADS, HEAD, LAYERS = 48, 96, 3, 1, 16, 2
+CONTEXT = 256
+EPS = 1e-5
 SPECIALS = ["<|end|>", "<|start|>"]
 TURNS = "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] }}<|end|>{% endfor %}"
 TEMPLATE = TURNS + "{{ '<|start|>assistant\n' }}"
+MERGES = ["a b", "Ġ a"]
 
 
 def tokens() -> list[str]:
     return [*SPECIALS, *sorted(byte_letters(), key=lambda letter: byte_letters()[letter]), "ab", "Ġa"]
+
+
+def tokenizer(eos_ids: frozenset[int] = frozenset({0}), is_bos_added: bool = False) -> TextTokenizer:
+    names = tokens()
+    kinds = [CONTROL if name in SPECIALS else 1 for name in names]
+    return from_lists(Lists("gpt2", names, kinds, MERGES, [], "smollm", eos_ids, 1, is_bos_added))
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -42,28 +56,38 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def write(path: Path, changed: dict[str, np.ndarray | None] | None = None, **metadata: object) -> Path:
-    """A whole model file; `changed` replaces, adds or (None) leaves out tensors, `metadata` overrides numbers."""
+Changes = dict[str, np.ndarray | None]
+
+
+def write(path: Path, changed: Changes | None = None, num_tokens: int | None = None, **metadata: object) -> Path:
+    """A whole GGUF file; `changed` replaces, adds or (None) leaves out tensors, `metadata` overrides values of llama.*.
+
+    `num_tokens` cuts the vocabulary, not the embedding.
+    """
     writer = gguf.GGUFWriter(path, "llama")
     numbers = {
         "block_count": LAYERS,
-        "context_length": 256,
+        "context_length": CONTEXT,
         "embedding_length": HIDDEN,
         "feed_forward_length": FFN,
         "attention.head_count": HEADS,
         "attention.head_count_kv": KV_HEADS,
     } | metadata
     for key, value in numbers.items():
-        if value is not None:
+        if isinstance(value, str):
+            writer.add_string(f"llama.{key}", value)
+        elif isinstance(value, float):
+            writer.add_float32(f"llama.{key}", value)
+        elif value is not None:
             writer.add_uint32(f"llama.{key}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", EPS)
     writer.add_name("tiny")
-    names = tokens()
+    names = tokens()[:num_tokens]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(names)
-    writer.add_token_types([3 if name in SPECIALS else 1 for name in names])
-    writer.add_token_merges(["a b", "Ġ a"])
+    writer.add_token_types([CONTROL if name in SPECIALS else 1 for name in names])
+    writer.add_token_merges([merge for merge in MERGES if merge.replace(" ", "") in names])
     writer.add_eos_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_chat_template(TEMPLATE)
@@ -75,3 +99,84 @@ def write(path: Path, changed: dict[str, np.ndarray | None] | None = None, **met
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def hf_weights(changed: Changes | None = None) -> dict[str, torch.Tensor]:
+    """The same weights by Hugging Face's names, q and k in half-rotation order; `changed` as in `write`, by theirs."""
+    names = {gguf_checkpoint.file_name(name): safetensors.file_name(name) for name in ours()}
+    made: Changes = {}
+    for name, tensor in weights().items():
+        heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name.split(".")[2] if name.startswith("blk") else "")
+        made[names[name]] = gguf_checkpoint.unpermute(tensor, heads) if heads else tensor
+    made |= changed or {}
+    return {name: torch.from_numpy(np.ascontiguousarray(tensor)) for name, tensor in made.items() if tensor is not None}
+
+
+def ours() -> list[str]:
+    """Our names of all tensors."""
+    parts = [f"{layer}.{part}" for layer in range(LAYERS) for part in gguf_checkpoint.PARTS]
+    return ["embedding", "norm", *parts]
+
+
+def hf_config(**changes: object) -> dict[str, object]:
+    """config.json of the tiny model; a change to None leaves a field out."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": FFN,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD,
+        "vocab_size": len(tokens()),
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": EPS,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "eos_token_id": 0,
+    } | changes
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def write_folder(
+    path: Path,
+    changed: Changes | None = None,
+    dtype: torch.dtype = torch.float32,
+    num_shards: int = 0,
+    **config: object,
+) -> Path:
+    """A Hugging Face folder; with `num_shards` several files and their index."""
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.to(dtype) for name, tensor in hf_weights(changed).items()}
+    (path / "config.json").write_text(json.dumps(hf_config(**config)))
+    (path / "tokenizer.json").write_text(tokenizer_json())
+    told = {"bos_token": SPECIALS[1], "eos_token": SPECIALS[0], "chat_template": TEMPLATE}
+    (path / "tokenizer_config.json").write_text(json.dumps(told))
+    if not num_shards:
+        save_file(tensors, path / "model.safetensors")
+        return path
+    places = {name: f"model-{index % num_shards}.safetensors" for index, name in enumerate(sorted(tensors))}
+    for file in set(places.values()):
+        save_file({name: tensors[name] for name, where in places.items() if where == file}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return path
+
+
+def tokenizer_json() -> str:
+    """The tokenizer.json of the tiny vocabulary, as Hugging Face's own tools write it."""
+    tree = json.loads(tokenizer().library_json())
+    tree["added_tokens"] = [
+        {
+            "id": id,
+            "content": name,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+        for id, name in enumerate(SPECIALS)
+    ]
+    return json.dumps(tree)

@@ -219,7 +219,10 @@ class Front(Actor):
         now = self._clock.now()
         deadline_ms = head.deadline_ms or queue.default_deadline_ms
         seed = generate.seed if generate is not None else None
+        num_choices = generate.n if generate is not None else 1
         max_tokens = generate.max_tokens if generate is not None else UNREAD_MAX_TOKENS
+        if max_tokens is None:  # as much as the context holds, which most answers do not use
+            max_tokens = UNREAD_MAX_TOKENS
         request = Request(
             number=self._table.next_number(),
             session=session.number,
@@ -227,12 +230,13 @@ class Front(Actor):
             route=head.route,
             priority=priority,
             tenant=head.tenant,
-            cost=self._admission.cost(head.route, len(body), max_tokens),
+            cost=self._admission.cost(head.route, len(body), max_tokens * num_choices),
             arrived_at=now,
             deadline_at=now + deadline_ms / 1e3 if deadline_ms else inf,
             seed=random.getrandbits(SEED_BITS) if seed is None else seed,
             body=body,
             traceparent=head.traceparent,
+            num_choices=num_choices,
         )
         self._table.add(request)
         session.requests[head.request] = request.number
@@ -246,7 +250,7 @@ class Front(Actor):
             refusal = Error(Code.NOT_FOUND, "no such open request in this session", "request", name)
             self._desk.error(session, refusal)
             return
-        self._end(request, RequestState.CANCELLED, Cancelled(name, len(request.ids)))
+        self._end(request, RequestState.CANCELLED, Cancelled(name, request.num_ids))
 
     def _on_session_gone(self, session: Session, code: Code) -> None:
         for number in list(session.requests.values()):
@@ -264,7 +268,7 @@ class Front(Actor):
 
         def fits(request: Request) -> bool:
             nonlocal chosen
-            chosen = plan.router.choose(request.cost, loads)
+            chosen = plan.router.choose(request.cost, loads, request.num_choices)
             return chosen is not None
 
         while len(plan.order):
@@ -285,7 +289,7 @@ class Front(Actor):
             [view.identity, codec.ENVELOPES[Kind.ASSIGN], codec.encode(head), request.body]
         )
         if sent is Sent.YES:
-            view.assign(request.number, request.cost)
+            view.assign(request.number, request.cost, request.num_choices)
         else:
             view.is_clogged = True
             self._table.requeue(request)
@@ -333,7 +337,7 @@ class Front(Actor):
             request = self._table.get(number)
             if request is not None:
                 has_run = request.state is RequestState.STREAMING
-                self._end(request, RequestState.EXPIRED, Expired(request.name, len(request.ids), has_run))
+                self._end(request, RequestState.EXPIRED, Expired(request.name, request.num_ids, has_run))
         self._set_deadline_timer()
 
     # What workers say.
@@ -372,10 +376,9 @@ class Front(Actor):
         if emissions.epoch != view.epoch or len(message) != 4:
             self._table.num_stale += len(emissions.numbers)
             return
-        numbers, counts = emissions.numbers, emissions.counts
         if not emissions.is_square():
             raise ProtocolError("the columns of these emissions do not fit together")
-        rejected = self._table.accept(view.slot, numbers, emissions.attempts, emissions.indexes, counts, emissions.ids)
+        rejected = self._table.accept(view.slot, emissions)
         view.outstanding -= len(emissions.ids)
         session = self._desk.sessions.of_number(emissions.session)
         if session is not None:
@@ -404,7 +407,7 @@ class Front(Actor):
 
     def _on_ending(self, view: ReplicaView, number: int, ending: Ending, is_rejected: bool) -> None:
         request = self._table.get(number)
-        view.release(number, len(request.ids) if request is not None else 0)
+        view.release(number, request.num_ids if request is not None else 0)
         if request is None or is_rejected or ending.outcome == Outcome.WITHDRAWN:
             return
         if ending.outcome == Outcome.FINISHED:
@@ -490,7 +493,7 @@ class Front(Actor):
 
     def statistics(self) -> Counters:
         """Everything that is counted. Changes nothing."""
-        journal_tokens = sum(len(request.ids) for request in self._table)
+        journal_tokens = sum(request.num_ids for request in self._table)
         own = (self.num_refused, self.num_internal_errors, journal_tokens)
         return status.counters(self._table.statistics(), self._desk, own)
 

@@ -16,8 +16,8 @@ IDENTITY_SEPARATOR = b"|"
 
 @dataclass(slots=True, eq=False)
 class ReplicaView:
-    """One slot in its current epoch. `in_flight` maps request number to its estimated tokens, ended ones included
-    until the worker has confirmed that the seat is free."""
+    """One slot in its current epoch. `in_flight` maps request number to its estimated tokens and its seats, ended ones
+    included until the worker has confirmed that the seats are free; `num_taken` are those seats."""
 
     slot: int
     epoch: int
@@ -28,18 +28,21 @@ class ReplicaView:
     is_admitted: bool = False
     is_paused: bool = False
     is_clogged: bool = False  # its socket was full: no new work before it has reported again
-    in_flight: dict[int, int] = field(default_factory=dict)
+    in_flight: dict[int, tuple[int, int]] = field(default_factory=dict)
+    num_taken: int = 0
     outstanding: int = 0
     report: Report | None = None
 
-    def assign(self, number: int, cost: int) -> None:
-        """A seat is taken. Changes this view."""
-        self.in_flight[number] = cost
+    def assign(self, number: int, cost: int, num_seats: int = 1) -> None:
+        """Seats are taken, one per choice. Changes this view."""
+        self.in_flight[number] = (cost, num_seats)
+        self.num_taken += num_seats
         self.outstanding += cost
 
     def release(self, number: int, num_emitted: int) -> None:
-        """The seat of `number` is free again, of whose cost `num_emitted` had been worked off."""
-        cost = self.in_flight.pop(number, 0)
+        """The seats of `number` are free again, of whose cost `num_emitted` had been worked off."""
+        cost, num_seats = self.in_flight.pop(number, (0, 0))
+        self.num_taken -= num_seats
         self.outstanding = max(0, self.outstanding - max(0, cost - num_emitted)) if self.in_flight else 0
 
     @property
@@ -50,7 +53,7 @@ class ReplicaView:
             and not self.is_paused
             and not self.is_clogged
             and ready is not None
-            and len(self.in_flight) < ready.num_seats
+            and self.num_taken < ready.num_seats
         )
 
 
@@ -98,7 +101,7 @@ class ReplicaTable:
         for view in self.by_slot.values():
             ready = view.ready
             if view.route == route and ready is not None and view.can_take:
-                num_free = ready.num_seats - len(view.in_flight)
+                num_free = ready.num_seats - view.num_taken
                 free_tokens = ready.num_blocks * ready.block_size - view.outstanding
                 is_idle = not view.in_flight
                 loads.append(ReplicaLoad(view.slot, ready.num_seats, num_free, view.outstanding, free_tokens, is_idle))

@@ -13,6 +13,7 @@ from typing import Final
 from msgspec import Struct
 
 from ipc.errors import Code, EngineError
+from ipc.messages import Emissions
 
 
 class RequestState(Enum):
@@ -85,7 +86,17 @@ class Request:
     state: RequestState = RequestState.QUEUED
     attempt: int = 0
     slot: int = -1
-    ids: list[int] = field(default_factory=list)  # forwarded so far; its length is the next index
+    num_choices: int = 1
+    ids: list[int] = field(default_factory=list)  # of choice 0, forwarded so far; its length is the next index
+    other_ids: list[list[int]] = field(default_factory=list)  # of choices 1, 2, ...
+
+    def __post_init__(self) -> None:
+        self.other_ids = [[] for _ in range(self.num_choices - 1)]
+
+    @property
+    def num_ids(self) -> int:
+        """Tokens forwarded so far, of all choices."""
+        return len(self.ids) + sum(map(len, self.other_ids))
 
 
 class RequestStatistics(Struct, frozen=True):
@@ -159,14 +170,14 @@ class RequestTable:
         self._ended[to] += 1
         del self._by_number[request.number]
 
-    def accept(
-        self, slot: int, numbers: list[int], attempts: list[int], indexes: list[int], counts: list[int], ids: list[int]
-    ) -> list[int]:
+    def accept(self, slot: int, told: Emissions) -> list[int]:
         """Take one emission per column position; returns the positions that are stale or out of order.
 
         `ids` holds counts[0] ids of the first, then counts[1] of the second, and so on. The hot path of the front: once
         per step and client connection, one turn of the loop per token.
         """
+        numbers, attempts, indexes, counts = told.numbers, told.attempts, told.indexes, told.counts
+        ids, choices = told.ids, told.choices
         rejected: list[int] = []
         requests = self._by_number
         streaming = RequestState.STREAMING
@@ -179,6 +190,11 @@ class RequestTable:
                 rejected.append(position)
                 continue
             known = request.ids
+            if choices and (choice := choices[position]):
+                if choice >= request.num_choices:
+                    rejected.append(position)
+                    continue
+                known = request.other_ids[choice - 1]
             if indexes[position] != len(known):
                 rejected.append(position)
                 continue

@@ -55,16 +55,17 @@ class Router:
     def __init__(self) -> None:
         self._speeds: dict[int, _Speed] = {}
 
-    def choose(self, cost: int, loads: Sequence[ReplicaLoad]) -> int | None:
+    def choose(self, cost: int, loads: Sequence[ReplicaLoad], num_seats: int = 1) -> int | None:
         """The slot with the least expected wait, (outstanding + cost) / (seats * steps per second).
 
-        The lowest slot among equals; None when nobody has a free seat and room for `cost` tokens (an idle replica
-        always has room). Changes nothing.
+        The lowest slot among equals; None when nobody has `num_seats` free seats and room for `cost` tokens (an idle
+        replica always has room, and says itself what is too much for it). Changes nothing.
         """
         default = self._mean_steps_per_s()
         best: tuple[float, int] | None = None
         for load in loads:
-            if load.num_free_seats <= 0 or (cost > load.free_tokens and not load.is_idle):
+            is_full = load.num_free_seats < num_seats or cost > load.free_tokens
+            if load.num_free_seats <= 0 or (is_full and not load.is_idle):
                 continue
             speed = self._speeds.get(load.slot)
             steps_per_s = speed.steps_per_s if speed is not None and speed.steps_per_s > 0 else default

@@ -19,6 +19,8 @@ def merge(placed: ReplicaReport, view: ReplicaView | None, tokens_per_s: float) 
     changes: dict[str, float] = {"num_in_flight": len(view.in_flight), "tokens_per_s": round(tokens_per_s, 1)}
     if ready is not None:
         changes |= {"num_seats": ready.num_seats, "num_blocks": ready.num_blocks, "is_row_exact": ready.is_row_exact}
+        if ready.device:
+            placed = msgspec.structs.replace(placed, devices=[ready.device])
     if told is not None:
         changes |= {
             "num_running": told.num_running,
@@ -28,6 +30,7 @@ def merge(placed: ReplicaReport, view: ReplicaView | None, tokens_per_s: float) 
             "num_preemptions": told.num_preemptions,
             "num_hit_tokens": told.num_hit_tokens,
             "num_tokens": told.num_tokens,
+            "num_non_finite": told.num_non_finite,
         }
     elif ready is not None:
         changes["num_free_blocks"] = ready.num_blocks

@@ -12,17 +12,22 @@ def rows(step: Step) -> list[Row]:
         token_ids = sequence.token_ids[start : start + chunk.length]
         if len(token_ids) < chunk.length:
             token_ids.append(PENDING_TOKEN)
-        result.append(
-            Row(
-                sequence.seat,
-                start,
-                token_ids,
-                sequence.block_table,
-                sequence.num_prompt_tokens,
-                sequence.seed,
-                sequence.choice,
-                chunk.is_sampled,
-                sequence.sampling,
-            )
+        row = Row(
+            sequence.seat,
+            start,
+            token_ids,
+            sequence.block_table,
+            sequence.num_prompt_tokens,
+            sequence.seed,
+            sequence.choice,
+            chunk.is_sampled,
+            sequence.sampling,
+            sequence.token_ids,
         )
+        if sequence.min_tokens:
+            row.banned = sequence.banned_ids(start + chunk.length - sequence.num_prompt_tokens)
+        row.num_logprobs = sequence.num_logprobs
+        if sequence.is_scored:
+            row.targets = sequence.token_ids[start + 1 : min(start + chunk.length + 1, sequence.num_prompt_tokens)]
+        result.append(row)
     return result

@@ -21,13 +21,14 @@ class Detokenizer:
     those ids and on `stop`, never on how they were grouped.
 
     `stop` holds non-empty strings (checked where the request is decoded). With `include_stop` the text ends
-    behind the stop string, else before it.
+    behind the stop string, else before it. Text of the first `min_ids` ids is no part of a stop string.
     """
 
     __slots__ = (
         "_first_characters",
         "_held",
         "_include_stop",
+        "_min_ids",
         "_num_ids",
         "_pending",
         "_stop",
@@ -37,11 +38,14 @@ class Detokenizer:
         "stop_index",
     )
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), include_stop: bool = False) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: tuple[str, ...] = (), include_stop: bool = False, min_ids: int = 0
+    ) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._stop = stop
         self._first_characters = frozenset(string[0] for string in stop)
         self._include_stop = include_stop
+        self._min_ids = min_ids
         # Bytes of a character that is not complete: three at most, so no push decodes anything twice but
         # these.
         self._pending = b""
@@ -94,7 +98,7 @@ class Detokenizer:
             text, used = utf_8_decode(data, "replace", False)
             self._pending = data[used:]
             if text:
-                sent.append(self._watch(text))
+                sent.append(self._watch(text) if self._num_ids > self._min_ids else text)
         return "".join(sent)
 
     def _watch(self, new: str) -> str:

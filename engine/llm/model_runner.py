@@ -1,15 +1,19 @@
-"""Owns a step of a real decoder: rows to tensors, forward, one token per sampled row.
+"""Owns a step of a real decoder: rows to tensors, forward, one token per sampled row, log probabilities where wanted.
 
-Knows rows, not sequences, and no socket. Implements `Runner` on torch: on the CPU a launch computes, and its handle is
-ready at once. Called by the worker's loop.
+Knows rows, not sequences, and no socket. Implements `Runner` on torch: a launch computes, and its handle is ready at
+once. Called by the worker's loop.
 """
+
+from typing import Final
 
 import torch
 
-from engine.attention.reference import TILE, Span
-from engine.llm.runner import FAILED_TOKEN, PENDING_TOKEN, Row
-from engine.llm.sampler import NonFiniteLogits, sample, uniform
+from engine.attention.reference import Span, plan
+from engine.llm.runner import FAILED_TOKEN, PENDING_TOKEN, Logprob, Row, Scores
+from engine.llm.sampler import Logits, NonFiniteLogits, adjust, check, sample, score, uniform
 from engine.models.decoder import Decoder
+
+LOGITS_ROWS_MAX: Final = 64  # rows whose logits exist at once: 12 MiB for a vocabulary of 49,152
 
 
 class Done:
@@ -17,8 +21,9 @@ class Done:
 
     ready_at: float | None = None
 
-    def __init__(self, ids: list[int]) -> None:
+    def __init__(self, ids: list[int], scores: Scores | None) -> None:
         self._ids = ids
+        self.scores = scores
 
     def poll(self) -> bool:
         return True
@@ -28,12 +33,13 @@ class Done:
 
 
 class ModelRunner:
-    """Runs a decoder on blocks of `block_size` positions."""
+    """Runs a decoder on blocks of `block_size` positions. Ids from `vocab_size` on are never sampled."""
 
-    def __init__(self, decoder: Decoder, block_size: int, num_seats: int) -> None:
+    def __init__(self, decoder: Decoder, block_size: int, num_seats: int, vocab_size: int) -> None:
         self._decoder = decoder
         self._block_size = block_size
-        self._device = decoder.embedding.device
+        self._device = decoder.device
+        self._vocab_size = min(vocab_size, decoder.config.vocab_size)
         self._sampled = [0] * num_seats
 
     def launch(self, rows: list[Row]) -> Done:
@@ -42,69 +48,128 @@ class ModelRunner:
         positions: list[int] = []
         slots: list[int] = []
         spans: list[Span] = []
-        last: list[int] = []
+        wanted: list[int] = []  # rows of the step whose logits are looked at
         size = self._block_size
         for row in rows:
-            start, length = len(token_ids), len(row.token_ids)
+            start, length, table = len(token_ids), len(row.token_ids), row.block_table
             token_ids += row.token_ids
             if row.token_ids[-1] == PENDING_TOKEN:
                 token_ids[-1] = self._sampled[row.seat]
-            end = row.start + length
-            positions += range(row.start, end)
-            table = row.block_table
-            context = [block * size + offset for block in table[: (end + size - 1) // size] for offset in range(size)]
-            slots += context[row.start : end]
-            context = context[:end] + [0] * (-end % TILE)
-            spans.append(Span(start, length, row.start, torch.tensor(context, device=self._device)))
+            places = range(row.start, row.start + length)
+            positions += places
+            slots += [table[position // size] * size + position % size for position in places]
+            spans.append(Span(start, length, row.start, table))
+            wanted += range(start, start + len(row.targets))
             if row.is_sampled:
-                last.append(start + length - 1)
-        logits = self._decoder.forward(
-            torch.tensor(token_ids, device=self._device),
-            torch.tensor(positions, device=self._device),
-            torch.tensor(slots, device=self._device),
-            spans,
-            torch.tensor(last, dtype=torch.long, device=self._device),
-        )
-        return Done(self._sample([row for row in rows if row.is_sampled], logits))
+                wanted.append(start + length - 1)
+        hidden = self._forward(token_ids, positions, slots, spans, wanted)
+        return self._read(rows, hidden)
 
-    def _sample(self, rows: list[Row], logits: torch.Tensor) -> list[int]:
-        ids = []
-        for row, line in zip(rows, logits.cpu().numpy(), strict=True):
-            position = row.start + len(row.token_ids)
-            try:
-                token = sample(line, row.sampling, uniform(row.seed, row.choice, position))
-            except NonFiniteLogits:
-                token = FAILED_TOKEN
-            else:
-                self._sampled[row.seat] = token
-            ids.append(token)
-        return ids
+    def _forward(
+        self, token_ids: list[int], positions: list[int], slots: list[int], spans: list[Span], wanted: list[int]
+    ) -> torch.Tensor:
+        decoder, device = self._decoder, self._device
+        planned = plan(spans, self._block_size, decoder.zero_slot, decoder.heads_per_kv, device)
+        ids, at, to, last = (
+            torch.tensor(values, dtype=torch.long, device=device) for values in (token_ids, positions, slots, wanted)
+        )
+        return decoder.forward(ids, at, to, planned, last)
+
+    def _read(self, rows: list[Row], hidden: torch.Tensor) -> Done:
+        """Tokens and log probabilities from the hidden states of the wanted rows, a bounded number at a time."""
+        asks: list[tuple[int, int]] = []  # per wanted row: its row, and which target; -1 is the sampled token
+        for index, row in enumerate(rows):
+            asks += [(index, target) for target in range(len(row.targets))]
+            if row.is_sampled:
+                asks.append((index, -1))
+        ids: list[int] = []
+        scores = Scores()
+        for at in range(0, len(asks), LOGITS_ROWS_MAX):
+            lines = self._decoder.logits(hidden[at : at + LOGITS_ROWS_MAX]).cpu().numpy()[:, : self._vocab_size]
+            for line, (index, target) in zip(lines, asks[at : at + LOGITS_ROWS_MAX], strict=True):
+                if target < 0:
+                    ids.append(self._choose(rows[index], index, line, scores))
+                else:
+                    scores.prompt.setdefault(index, []).append(_score(line, rows[index], target))
+        return Done(ids, scores if scores.sampled or scores.prompt else None)
+
+    def _choose(self, row: Row, index: int, line: Logits, scores: Scores) -> int:
+        position = row.start + len(row.token_ids)
+        history = row.history
+        if row.token_ids[-1] == PENDING_TOKEN:
+            history = [*history, self._sampled[row.seat]]
+        try:
+            check(line)
+            adjusted = adjust(line, row.sampling, history, row.num_prompt_tokens, row.banned)
+            token = sample(adjusted, row.sampling, uniform(row.seed, row.choice, position))
+        except NonFiniteLogits:
+            return FAILED_TOKEN
+        self._sampled[row.seat] = token
+        if row.num_logprobs is not None:
+            scores.sampled[index] = score(line, token, row.num_logprobs)
+        return token
 
     def warm(self, num_tokens: int) -> bool:
         """Run the largest step, then ask whether a row's bits depend on its company; True when they do not.
 
-        Changes the cache, which is empty again afterwards. The probe runs one token alone, at the head of 2, 3, 4, 17
-        and `num_tokens` rows, and at the tail of 17, with the same context: its logits must be the same bits.
+        Uses the first blocks and clears them; call it before the first step. The probe runs one token alone, at the
+        head of 2, 3, 4, 17 and `num_tokens` rows and at their tail, and the end of a prompt alone and as part of a
+        chunk: the logits must be the same bits.
         """
-        num_slots = self._decoder.k_cache.shape[1]
-        largest = min(num_tokens, num_slots)
-        reference = self._probe(1, 0)
-        shapes = [(2, 0), (3, 0), (4, 0), (17, 0), (17, 16), (largest, 0), (largest, largest - 1)]
-        exact = all(
-            torch.equal(reference, self._probe(count, place)) for count, place in shapes if place < count <= largest
-        )
-        self._decoder.k_cache.zero_()
-        self._decoder.v_cache.zero_()
+        num_blocks = self._decoder.zero_slot // self._block_size
+        rest = min(num_tokens - 1, (num_blocks - 1) * self._block_size)
+        most = min(num_tokens, num_blocks)
+        companies: list[tuple[list[int], list[int]]] = [([], [1] * count) for count in (1, 2, 3, 16) if count < most]
+        companies += [(after, before) for before, after in companies[-1:]]
+        if rest > 0:
+            companies += [([], [rest]), ([rest], [])]
+        reference = self._probe([], [])
+        exact = all(torch.equal(reference, self._probe(before, after)) for before, after in companies)
+        exact = exact and self._is_chunking_exact(min(num_tokens, num_blocks * self._block_size))
+        num_used = (min(num_tokens, num_blocks) + 1) * self._block_size
+        self._decoder.k_cache[:, :, :num_used] = 0
+        self._decoder.v_cache[:, :, :num_used] = 0
         return exact
 
-    def _probe(self, count: int, place: int) -> torch.Tensor:
-        """Logits of token 1 at position 0 of slot `place`, as row `place` of `count` sequences of one token."""
-        token_ids = torch.arange(2, count + 2, device=self._device) % self._decoder.config.vocab_size
-        token_ids[place] = 1
-        zeros = torch.zeros(count, dtype=torch.long, device=self._device)
-        slots = torch.arange(count, device=self._device)
-        spans = [
-            Span(index, 1, 0, torch.tensor([index] + [0] * (TILE - 1), device=self._device)) for index in range(count)
-        ]
-        last = torch.tensor([place], device=self._device)
-        return self._decoder.forward(token_ids, zeros, slots, spans, last)[0]
+    def _probe(self, before: list[int], after: list[int]) -> torch.Tensor:
+        """Logits of token 1 at position 0, between other sequences of these lengths."""
+        chunks: list[tuple[list[int], int, list[int]]] = []
+        block = 0
+        for length in [*before, 0, *after]:
+            ids = [2 + index % max(1, self._vocab_size - 2) for index in range(length)] or [1]
+            num_blocks = (len(ids) + self._block_size - 1) // self._block_size
+            chunks.append((ids, 0, list(range(block, block + num_blocks))))
+            block += num_blocks
+        return self._logits(chunks, sum(before))
+
+    def _is_chunking_exact(self, length: int) -> bool:
+        """Whether the last token of a prompt has the same logits computed with the rest and after it."""
+        ids = [1 + index % max(1, self._vocab_size - 1) for index in range(length)]
+        table = list(range((length + self._block_size - 1) // self._block_size))
+        whole = self._logits([(ids, 0, table)], length - 1)
+        if length > 1:
+            self._logits([(ids[:-1], 0, table)], 0)
+        return torch.equal(whole, self._logits([(ids[-1:], length - 1, table)], 0))
+
+    def _logits(self, chunks: list[tuple[list[int], int, list[int]]], row: int) -> torch.Tensor:
+        """Logits of one row of a step of chunks (ids, first position, block table)."""
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        spans: list[Span] = []
+        for ids, first, table in chunks:
+            spans.append(Span(len(token_ids), len(ids), first, table))
+            token_ids += ids
+            places = range(first, first + len(ids))
+            positions += places
+            slots += [table[at // self._block_size] * self._block_size + at % self._block_size for at in places]
+        return self._decoder.logits(self._forward(token_ids, positions, slots, spans, [row]))[0]
+
+
+def _score(line: Logits, row: Row, target: int) -> Logprob:
+    """Of a token of the prompt. A row that cannot be scored tells NaN, and its request fails."""
+    try:
+        check(line)
+    except NonFiniteLogits:
+        return Logprob(row.targets[target], float("nan"), [])
+    return score(line, row.targets[target], row.num_logprobs or 0)

@@ -1,9 +1,11 @@
 """Owns the choice of a token: a pure function of logits, parameters and one uniform number.
 
-Knows no sequence and no device: rows are numpy arrays. token = f(logits, parameters, u), u = uniform(seed, choice,
-position): the same wherever, whenever and beside whomever it runs. Ties go to the lowest id. float64 throughout.
+Knows no sequence and no device: rows are numpy arrays. token = f(logits, history, parameters, u), where u =
+uniform(seed, choice, position): the same wherever, whenever and beside whomever it runs. Ties go to the lowest id;
+probabilities are float64.
 """
 
+from collections.abc import Sequence as Seq
 from hashlib import blake2b
 from struct import pack
 from typing import Final
@@ -11,14 +13,16 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.llm.runner import Logprob
 from engine.llm.sequence import Sampling
 
 Logits = NDArray[np.float32]
+LOGPROB_MIN: Final = -9999.0
 PREFILTER: Final = 256  # candidates looked at before a whole row is sorted
 
 
 class NonFiniteLogits(ValueError):
-    """A row that holds NaN or infinity: the request fails by name, its neighbours do not."""
+    """A row that holds NaN or infinity, or nothing else than excluded tokens: its request fails, neighbours do not."""
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
@@ -27,11 +31,45 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
+def check(logits: Logits) -> None:
+    """Raises NonFiniteLogits when a raw row [vocab] cannot be sampled from: NaN, infinity, or nothing finite."""
+    if not np.isfinite(logits.max()):  # the maximum of a row with NaN is NaN
+        raise NonFiniteLogits("the model's logits are not finite")
+
+
+def adjust(
+    logits: Logits, sampling: Sampling | None, history: Seq[int], num_prompt: int, banned: frozenset[int]
+) -> Logits:
+    """A row as penalties, biases and bans make it, in this order; the row itself where there are none.
+
+    `history` is prompt and output. Repetition (Keskar et al. 2019) divides positive logits of what has occurred and
+    multiplies negative ones; presence and frequency are taken off what the output holds. Changes nothing.
+    """
+    changed = logits
+    if sampling is not None and sampling.repetition_penalty != 1:
+        changed = changed.copy()
+        seen = np.unique(np.asarray(history, dtype=np.int64))
+        values = changed[seen]
+        changed[seen] = np.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
+    if sampling is not None and (sampling.presence_penalty or sampling.frequency_penalty):
+        changed = changed.copy()
+        ids, counts = np.unique(np.asarray(history[num_prompt:], dtype=np.int64), return_counts=True)
+        changed[ids] -= (sampling.presence_penalty + sampling.frequency_penalty * counts).astype(np.float32)
+    if sampling is not None and sampling.logit_bias:
+        changed = changed.copy()
+        for id, bias in sampling.logit_bias:
+            changed[id] += bias
+    if banned:
+        changed = changed.copy()
+        changed[list(banned)] = -np.inf
+    return changed
+
+
 def sample(logits: Logits, sampling: Sampling | None, u: float) -> int:
     """One token id from a row [vocab]. Raises NonFiniteLogits. Changes nothing."""
     best = int(logits.argmax())  # the first of equals
-    if not np.isfinite(logits[best]) or np.isnan(logits).any():
-        raise NonFiniteLogits("the model's logits are not finite")
+    if not np.isfinite(logits[best]):
+        raise NonFiniteLogits("no token is left to sample")
     if sampling is None or sampling.temperature == 0:
         return best
     ids, weights, mass = _candidates(logits, sampling)
@@ -40,6 +78,18 @@ def sample(logits: Logits, sampling: Sampling | None, u: float) -> int:
     cumulative = weights.cumsum()
     index = int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
     return int(ids[min(index, len(ids) - 1)])
+
+
+def score(logits: Logits, id: int, num_top: int) -> Logprob:
+    """Log probability of `id` and of the `num_top` likeliest in a raw row [vocab], in float64. Changes nothing.
+
+    Finite: what is less likely than LOGPROB_MIN, or impossible, is told as that.
+    """
+    wide = logits.astype(np.float64)
+    best = wide.max()
+    norm = best + np.log(np.exp(wide - best).sum())
+    top = [(int(each), max(LOGPROB_MIN, float(wide[each] - norm))) for each in _top(logits, num_top)] if num_top else []
+    return Logprob(id, max(LOGPROB_MIN, float(wide[id] - norm)), top)
 
 
 def _candidates(logits: Logits, sampling: Sampling) -> tuple[NDArray[np.int64], NDArray[np.float64], float]:

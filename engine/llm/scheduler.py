@@ -75,7 +75,7 @@ class Scheduler:
     def __init__(self, limits: Limits, pool: BlockPool) -> None:
         self.limits = limits
         self.pool = pool
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[tuple[int, int], Sequence] = {}  # by request and choice
         self._running: list[Sequence] = []  # by arrival
         self._waiting: list[Sequence] = []  # by arrival
         self._leaving: set[Sequence] = set()  # finished, with a step in flight that still uses their blocks
@@ -99,22 +99,23 @@ class Scheduler:
         if end > capacity:
             message = f"prompt and max_tokens make {end} tokens; all blocks together hold {capacity}"
             raise EngineError(Code.TOO_LARGE, message, "max_tokens")
-        if sequence.request in self._sequences:
+        key = sequence.request, sequence.choice
+        if key in self._sequences:
             raise EngineError(Code.DUPLICATE, f"request {sequence.request} is here already", "request")
         if len(self._waiting) >= limits.max_waiting:
             raise EngineError(Code.OVERLOADED, f"{limits.max_waiting} sequences wait in this worker")
         self._arrivals += 1
         sequence.arrival = self._arrivals
-        self._sequences[sequence.request] = sequence
+        self._sequences[key] = sequence
         self._waiting.append(sequence)
 
-    def cancel(self, request: int) -> bool:
+    def cancel(self, request: int, choice: int = 0) -> bool:
         """End a sequence; False when it is not here (any more). Its blocks come back when no step uses them."""
-        return self.finish(request, FinishReason.CANCELLED)
+        return self.finish(request, FinishReason.CANCELLED, choice)
 
-    def finish(self, request: int, reason: FinishReason) -> bool:
+    def finish(self, request: int, reason: FinishReason, choice: int = 0) -> bool:
         """End a sequence for a reason found outside, as a stop string. False when it is not here."""
-        sequence = self._sequences.get(request)
+        sequence = self._sequences.get((request, choice))
         if sequence is None:
             return False
         self._leave(sequence, reason)
@@ -140,9 +141,10 @@ class Scheduler:
             start = sequence.num_computed
             length = num_known - start
             length = min(length, budget)
+            max_tokens = sequence.max_tokens
             if (
                 length <= 0
-                or num_known - sequence.num_prompt_tokens >= sequence.max_tokens
+                or (max_tokens and num_known - sequence.num_prompt_tokens >= max_tokens)
                 or num_known >= limits.max_model_len
             ):
                 continue  # the token that ends it is pending
@@ -155,7 +157,7 @@ class Scheduler:
                 for _ in range(num_needed):
                     table.append(pool.allocate())
             budget -= length
-            chunks.append(self._reserve(sequence, start, length, end == num_known))
+            chunks.append(self._reserve(sequence, start, length, end == num_known and max_tokens > 0))
         if num_preemptions == self.num_preemptions and self._waiting:
             budget = self._admit(chunks, budget)
         if not chunks:
@@ -247,16 +249,17 @@ class Scheduler:
             for key in sequence.keys[len(hits) :]:
                 self._computing.setdefault(key, sequence)
         insort(self._running, sequence, key=lambda other: other.arrival)
-        chunks.append(self._reserve(sequence, num_hit, length, end == num_known))
+        chunks.append(self._reserve(sequence, num_hit, length, end == num_known and sequence.max_tokens > 0))
         return length
 
     def _match(self, sequence: Sequence) -> list[int] | None:
         """Cached blocks that begin with this sequence's tokens; None when the next one is being computed right now.
 
-        At least the last known token is always computed: somebody has to give its logits.
+        At least the last known token is always computed: somebody has to give its logits. So is every token of a
+        prompt that is scored.
         """
         pool = self.pool
-        if not pool.is_cached:
+        if not pool.is_cached or sequence.is_scored:
             return []
         num_full = (len(sequence.token_ids) - 1) // pool.block_size
         self._extend_keys(sequence, num_full)
@@ -309,6 +312,9 @@ class Scheduler:
             if token == FAILED_TOKEN:
                 emissions.append(Emission(sequence, [], FinishReason.FAILED))
                 self._leave(sequence, FinishReason.FAILED)
+            elif sequence.max_tokens == 0 and chunk.start + chunk.length == len(sequence.token_ids):
+                emissions.append(Emission(sequence, [], FinishReason.LENGTH))
+                self._leave(sequence, FinishReason.LENGTH)
             elif chunk.is_sampled:
                 sequence.token_ids.append(token)
                 reason = self._reason(sequence, token)
@@ -349,7 +355,7 @@ class Scheduler:
         (self._running if sequence.state is SequenceState.RUNNING else self._waiting).remove(sequence)
         sequence.move(SequenceState.FINISHED)
         sequence.reason = reason
-        del self._sequences[sequence.request]
+        del self._sequences[sequence.request, sequence.choice]
         if sequence.num_in_flight and sequence.block_table:
             self._leaving.add(sequence)
             self._take_seat_back(sequence)

@@ -37,18 +37,29 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True, frozen=True)
 class Sampling:
-    """How a token is chosen. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 cut nothing."""
+    """How a token is chosen. Temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 cut nothing.
+
+    Repetition counts prompt and output, presence and frequency the output alone; `logit_bias` is (id, added) pairs.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """`token_ids` is prompt + output. Positions below `num_computed` have their KV written, or will have by the steps
-    in flight; `num_pending` tokens were sampled by steps in flight whose result is not known yet (0 or 1)."""
+    in flight; `num_pending` tokens were sampled by steps in flight whose result is not known yet (0 or 1).
+
+    With `max_tokens` 0 the prompt is computed and nothing is sampled. `num_logprobs` likeliest tokens are told of each
+    token, None: nothing is; `is_scored` tells the same of the prompt. A request has `choice` 0 .. n, one sequence each.
+    """
 
     request: int
     token_ids: list[int]
@@ -63,6 +74,8 @@ class Sequence:
     choice: int = 0
     namespace: bytes = b""
     sampling: Sampling | None = None
+    num_logprobs: int | None = None
+    is_scored: bool = False
     state: SequenceState = SequenceState.WAITING
     arrival: int = 0
     seat: int = -1
@@ -81,6 +94,12 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    def banned_ids(self, num_output_tokens: int) -> frozenset[int]:
+        """Ids that must not follow so many tokens of output: what ends a text, while it is under `min_tokens`."""
+        if num_output_tokens >= self.min_tokens:
+            return frozenset()
+        return self.stop_ids if self.ignore_eos else self.stop_ids | self.eos_ids
 
     def move(self, to: SequenceState) -> None:
         """Change the state. Raises ValueError for an illegal move."""

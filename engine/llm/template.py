@@ -23,7 +23,8 @@ SENTINELS: Final = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 class ChatTemplate:
     """One model's template and the control tokens it may write. Raises EngineError `invalid` when it cannot be read."""
 
-    def __init__(self, source: str, control_tokens: dict[str, int]) -> None:
+    def __init__(self, source: str, control_tokens: dict[str, int], names: dict[str, str] | None = None) -> None:
+        """`names` are the bos_token and the eos_token, which a template writes by these names."""
         environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.globals["raise_exception"] = _raise
         try:
@@ -31,15 +32,16 @@ class ChatTemplate:
         except TemplateError as error:
             raise EngineError(Code.INVALID, f"the model's chat template is broken: {error}", "model") from error
         self._control_tokens = control_tokens
-        names = sorted(control_tokens, key=len, reverse=True)
-        self._controls = re.compile("|".join(map(re.escape, names))) if names else None
+        self._names = {"bos_token": "", "eos_token": "", **(names or {})}
+        longest_first = sorted(control_tokens, key=len, reverse=True)
+        self._controls = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
-    def ids(self, messages: list[dict[str, str]], encode: Callable[[str], list[int]]) -> list[int]:
+    def ids(self, messages: list[dict[str, str]], encode: Callable[[str, bool], list[int]]) -> list[int]:
         """The prompt of a conversation, ready to be answered. Raises EngineError `invalid` naming `messages`."""
         sentinel = self._sentinel(messages)
         safe = [{key: self._broken(text, sentinel) for key, text in each.items()} for each in messages]
         try:
-            rendered = self._template.render(messages=safe, add_generation_prompt=True, bos_token="", eos_token="")
+            rendered = self._template.render(messages=safe, add_generation_prompt=True, **self._names)
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
             raise EngineError(Code.INVALID, f"the chat template refuses them: {error}", "messages") from error
         if len(rendered) > RENDERED_MAX:
@@ -47,10 +49,11 @@ class ChatTemplate:
         ids: list[int] = []
         at = 0
         for found in self._controls.finditer(rendered) if self._controls is not None else ():
-            ids += encode(rendered[at : found.start()].replace(sentinel, ""))
+            if at < found.start():
+                ids += encode(rendered[at : found.start()].replace(sentinel, ""), at == 0)
             ids.append(self._control_tokens[found[0]])
             at = found.end()
-        return ids + encode(rendered[at:].replace(sentinel, ""))
+        return ids + encode(rendered[at:].replace(sentinel, ""), at == 0) if at < len(rendered) else ids
 
     @staticmethod
     def _sentinel(messages: list[dict[str, str]]) -> str:

@@ -18,8 +18,12 @@ class Tokenizer(Protocol):
     eos_ids: frozenset[int]
     vocab_size: int
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a text. Raises EngineError."""
+    def encode(self, text: str, is_start: bool = True) -> list[int]:
+        """Ids of a text, or of a segment that does not begin it. Raises EngineError."""
+        ...
+
+    def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
+        """Ids of a whole prompt, with what this vocabulary puts before it; "" gives []. Raises EngineError."""
         ...
 
     def check(self, ids: list[int]) -> None:
@@ -50,7 +54,11 @@ class ByteTokenizer:
         pieces[EOS_ID] = b""
         self._pieces = {id: pieces[id] for id in range(vocab_size)}
 
-    def encode(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str, parse_special: bool = False) -> list[int]:
+        """As `encode`: nothing is put first, and no text means EOS."""
+        return self.encode(text)
+
+    def encode(self, text: str, is_start: bool = True) -> list[int]:
         """The ids of a text; "" gives []. Raises EngineError INVALID, field "prompt", for what has no
         UTF-8 form (a lone surrogate) or lies outside a vocabulary that was cut short.
         """

@@ -1,8 +1,8 @@
-"""Owns the reading of a GGUF file: its metadata, its tensors dequantized to fp32, and its model config.
+"""Owns the reading of a GGUF file: its metadata, and its tensors dequantized to fp32.
 
-Knows no decoder. The layout is parsed here, with every count and offset checked against the file before it is followed;
-the formulas of the quantized types are the `gguf` package's. Called by `worker/load.py`. Format: version 2 and 3,
-little-endian, as the ggml project's docs/gguf.md describes it.
+Knows no model. The layout is parsed here, with every count and offset checked against the file before it is followed;
+the formulas of the quantized types are the `gguf` package's. Called by `models/gguf_checkpoint.py`. Format: version 2
+and 3, little-endian, as the ggml project's docs/gguf.md describes it.
 """
 
 import mmap
@@ -15,7 +15,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 
-from engine.models.config import ModelConfig, ModelError
+from engine.models.config import ModelError
 
 MAGIC: Final = b"GGUF"
 COUNT_MAX: Final = 1 << 24
@@ -69,6 +69,18 @@ class Gguf:
             if start + offset + self._size(name, shape, kind) > len(self._data):
                 raise ModelError(str(self.path), f"is truncated: tensor {name} ends after the file does")
             self._tensors[name] = (shape, kind, start + offset)
+        self._check_places(start, alignment)
+
+    def _check_places(self, start: int, alignment: int) -> None:
+        """Tensors follow one another, and nothing follows them. Raises ModelError."""
+        end = start
+        for name, (shape, kind, at) in sorted(self._tensors.items(), key=lambda item: item[1][2]):
+            size = self._size(name, shape, kind)
+            if size and at < end:
+                raise ModelError(str(self.path), f"tensor {name} lies over the one before it")
+            end = max(end, at + size)
+        if len(self._data) - end >= max(alignment, 1) and self._tensors:
+            raise ModelError(str(self.path), f"is oversized: {len(self._data) - end} bytes follow its last tensor")
 
     def _take(self, size: int) -> bytes:
         if self._at + size > len(self._data):
@@ -124,17 +136,23 @@ class Gguf:
             raise ModelError(str(self.path), f"tensor {name}: rows of {shape[-1]} are no whole blocks of {per_block}")
         return int(np.prod(shape, dtype=np.int64)) // per_block * block_bytes
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor. Raises ModelError when it is missing."""
+        if name not in self._tensors:
+            raise ModelError(str(self.path), f"tensor {name} is missing")
+        return self._tensors[name][0]
+
     @property
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> NDArray[np.float32]:
         """One tensor as fp32 of this shape, row-major. Raises ModelError when it is missing or shaped otherwise."""
-        if name not in self._tensors:
-            raise ModelError(str(self.path), f"tensor {name} is missing")
+        if self.shape(name) != shape:
+            raise ModelError(
+                str(self.path), f"tensor {name} has shape {list(self.shape(name))}; {list(shape)} was expected"
+            )
         found, kind, start = self._tensors[name]
-        if found != shape:
-            raise ModelError(str(self.path), f"tensor {name} has shape {list(found)}; {list(shape)} was expected")
         size = self._size(name, found, kind)
         raw = np.frombuffer(self._data, np.uint8, size, start)
         if kind is GGMLQuantizationType.F32:
@@ -153,48 +171,23 @@ class Gguf:
             raise ModelError(str(self.path), f"metadata {key} is missing")
         return self.metadata[key]
 
-    def config(self) -> ModelConfig:
-        """The decoder's config. Raises ModelError for another architecture or a contradiction."""
-        architecture = self.need("general.architecture")
-        if architecture != "llama":
-            raise ModelError(str(self.path), f"architecture {architecture}; the llama family is built")
-        if "llama.rope.scaling.type" in self.metadata or "rope_freqs.weight" in self._tensors:
-            raise ModelError(str(self.path), "scaled rope is not built yet")
+    def text(self, key: str) -> str:
+        """A text, "" when it is missing. Raises ModelError when it is something else."""
+        value = self.metadata.get(key, "")
+        if not isinstance(value, str):
+            raise ModelError(str(self.path), f"metadata {key} is not a text")
+        return value
 
-        def number(key: str, default: int | None = None) -> int:
-            return int(self.need(f"llama.{key}") if default is None else self.metadata.get(f"llama.{key}", default))
+    def number(self, key: str, default: float | None = None) -> float:
+        """A number. Raises ModelError when it is missing without a default, or something else."""
+        value = self.need(key) if default is None else self.metadata.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ModelError(str(self.path), f"metadata {key} is not a number")
+        return value
 
-        num_heads, hidden_size = number("attention.head_count"), number("embedding_length")
-        head_size = number("attention.key_length", hidden_size // max(num_heads, 1))
-        if number("rope.dimension_count", head_size) != head_size:
-            raise ModelError(str(self.path), "rope over a part of a head is not built")
-        return ModelConfig(
-            num_layers=number("block_count"),
-            hidden_size=hidden_size,
-            ffn_size=number("feed_forward_length"),
-            num_heads=num_heads,
-            num_kv_heads=number("attention.head_count_kv", num_heads),
-            head_size=head_size,
-            vocab_size=len(self.need("tokenizer.ggml.tokens")),
-            context=number("context_length"),
-            rope_base=float(self.metadata.get("llama.rope.freq_base", 10_000.0)),
-            norm_eps=float(self.need("llama.attention.layer_norm_rms_epsilon")),
-            is_tied="output.weight" not in self._tensors,
-            name=str(self.metadata.get("general.name", self.path.stem)),
-        ).check(str(self.path))
-
-
-def expected_names(config: ModelConfig) -> frozenset[str]:
-    """Every tensor a llama-family file of this config holds."""
-    names = {"token_embd.weight", "output_norm.weight"}
-    if not config.is_tied:
-        names.add("output.weight")
-    parts = ("attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down")
-    names |= {f"blk.{layer}.{part}.weight" for layer in range(config.num_layers) for part in parts}
-    return frozenset(names)
-
-
-def unpermute(weight: NDArray[np.float32], num_heads: int) -> NDArray[np.float32]:
-    """Rows of q or k from GGUF's interleaved rope order to halves: pair (2i, 2i+1) becomes (i, i + head_size / 2)."""
-    rows, columns = weight.shape
-    return weight.reshape(num_heads, rows // num_heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    def items(self, key: str, kind: type) -> list[Any]:
+        """A list of values of one kind. Raises ModelError when it is missing or something else."""
+        values = self.need(key)
+        if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+            raise ModelError(str(self.path), f"metadata {key} is not a list of {kind.__name__}")
+        return values

@@ -15,10 +15,14 @@ BATCH_HINT: Final = 16
 
 
 class Linear:
-    """y = x W^T for x [num_tokens, in] and W [out, in], both fp32 on the CPU; elsewhere the device's own product."""
+    """y = x W^T + b for x [num_tokens, in], W [out, in] and b [out] or none.
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    fp32 on the CPU is packed; elsewhere it is the device's own product.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self.out_features, self.in_features = weight.shape
+        self._bias = bias
         self._weight: torch.Tensor | None = weight
         self._packed: torch.Tensor | None = None
         has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -31,8 +35,8 @@ class Linear:
         if num_rows < ROWS_MIN and x.device.type == "cpu":
             x = torch.cat([x, x.new_zeros(ROWS_MIN - num_rows, x.shape[1])])
         if self._packed is not None:
-            result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], "")
+            result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias, "none", [], "")
         else:
             assert self._weight is not None  # one of the two is there since __init__
-            result = torch.nn.functional.linear(x, self._weight)
+            result = torch.nn.functional.linear(x, self._weight, self._bias)
         return result[:num_rows]

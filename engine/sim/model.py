@@ -21,6 +21,7 @@ from typing import Annotated, Final, Protocol
 from msgspec import Meta, Struct
 
 from engine.clock import Clock, MonotonicClock
+from engine.llm.runner import Scores
 
 ID_BYTES: Final = 4
 # `engine.llm.runner.PENDING_TOKEN`: siblings do not import each other; a test holds the two together.
@@ -169,12 +170,13 @@ class _Seat:
 class SimHandle:
     """One launched step of a `SimRunner`: done at `ready_at`, on the runner's clock."""
 
-    __slots__ = ("_clock", "_ids", "_ready_at", "_sleep", "ready_at")
+    __slots__ = ("_clock", "_ids", "_ready_at", "_sleep", "ready_at", "scores")
 
     def __init__(self, ids: list[int], ready_at: float, clock: Clock, sleep: Callable[[float], None]) -> None:
         self._ids: list[int] | None = ids
         # None would mean that the device cannot say; this one always can.
         self.ready_at: float | None = ready_at
+        self.scores: Scores | None = None  # the fake model has no logits
         self._ready_at = ready_at
         self._clock = clock
         self._sleep = sleep

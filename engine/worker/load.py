@@ -5,11 +5,14 @@ Knows no socket and no scheduler. Called by `worker/main.py`, which tells the he
 
 import time
 from collections.abc import Callable
+from typing import Final
 
 from engine.config import Deployment
 from engine.llm.tokenizer import ByteTokenizer
 from engine.worker.loaded import Loaded
 from ipc.errors import Code, EngineError
+
+SIM_BLOCKS: Final = 4096  # the fake model's cache is four bytes a position
 
 
 def load(deployment: Deployment, replica: int, cache_dir: str, enter: Callable[[str], None]) -> Loaded:
@@ -38,7 +41,7 @@ def _load_sim(deployment: Deployment, replica: int) -> Loaded:
         token_s=sim.token_us / 1e6 / speed,
         seat_s=sim.seat_us / 1e6 / speed,
         is_async=sim.overlap,
-        num_blocks=llm.num_blocks,
+        num_blocks=llm.num_blocks or max(SIM_BLOCKS, -(-llm.max_model_len // llm.block_size)),
         block_size=llm.block_size,
         max_num_seqs=llm.max_num_seqs,
     )
@@ -48,4 +51,11 @@ def _load_sim(deployment: Deployment, replica: int) -> Loaded:
         time.sleep(sim.load_s)  # the fake model pretends that its weights take this long
     runner = SimRunner(options)
     runner.warm(llm.max_batched_tokens)
-    return Loaded(runner, ByteTokenizer(sim.vocab_size), sim.version, overlap=2 if sim.overlap else 1)
+    return Loaded(
+        runner,
+        ByteTokenizer(sim.vocab_size),
+        sim.version,
+        overlap=2 if sim.overlap else 1,
+        has_logits=False,
+        num_blocks=options.num_blocks,
+    )

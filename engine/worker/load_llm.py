@@ -5,113 +5,136 @@ Knows no socket. Called by `worker/load.py`, and the only place that imports tor
 
 import os
 from collections.abc import Callable
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
-import numpy as np
 import torch
 
-from engine.config import Deployment
-from engine.llm.bpe import BpeTokenizer, Vocabulary
+from engine.config import Deployment, Llm
 from engine.llm.model_runner import ModelRunner
 from engine.llm.template import ChatTemplate
+from engine.models.checkpoint import Checkpoint, assemble
 from engine.models.config import ModelConfig, ModelError
-from engine.models.decoder import Decoder, Layer
-from engine.models.gguf import Gguf, expected_names, unpermute
-from engine.models.linear import Linear
+from engine.models.gguf import Gguf
+from engine.models.gguf_checkpoint import GgufCheckpoint
+from engine.models.safetensors import Folder
 from engine.store.sources import resolve
+from engine.worker.load_text import Text, folder_text, gguf_text
 from engine.worker.loaded import Loaded
+from ipc.errors import Code, EngineError
 
-CONTROL: Final = 3  # tokenizer.ggml.token_type of a control token
+TYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MEMORY_SHARE: Final = 0.25  # of the free memory, for the KV blocks of all replicas of a deployment
+CUDA_SHARE: Final = 0.85  # of what is free on the device after warm-up
 
 
 def load_llm(deployment: Deployment, cache_dir: str, enter: Callable[[str], None]) -> Loaded:
     """Load, build and warm up. `enter` is told the phases loading and warming. Raises ModelError naming the file."""
     enter("loading")
     path = resolve(deployment.model, Path(cache_dir))
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // deployment.replicas))
-    file = Gguf(path)
-    config = file.config()
-    llm = deployment.llm
+    device = choose_device(deployment.devices)
+    if device.type == "cpu":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // deployment.replicas))
+    checkpoint, text = open_model(path)
+    config, llm = checkpoint.config, deployment.llm
     if llm.max_model_len > config.context:
-        raise ModelError(
-            str(path), f"max_model_len {llm.max_model_len} is over the model's context of {config.context}"
-        )
-    tokenizer = _tokenizer(file)
-    decoder = build(file, config, llm.num_blocks * llm.block_size)
-    runner = ModelRunner(decoder, llm.block_size, llm.max_num_seqs)
+        why = f"max_model_len {llm.max_model_len} is over the model's context of {config.context}"
+        raise ModelError(str(path), why)
+    if text.tokenizer.vocab_size > config.vocab_size:
+        why = f"its tokenizer has {text.tokenizer.vocab_size} tokens, its embedding {config.vocab_size} rows"
+        raise ModelError(str(path), why)
+    dtype = choose_dtype(llm.dtype, device, checkpoint.is_bf16)
+    kv_dtype = TYPES[llm.kv_dtype] if llm.kv_dtype != "auto" else dtype
+    decoder = assemble(checkpoint, device, dtype, llm.max_model_len)
+    num_blocks = llm.num_blocks or free_blocks(config, llm, kv_dtype, device, deployment.replicas)
+    decoder.make_cache(num_blocks * llm.block_size, kv_dtype)
+    runner = ModelRunner(decoder, llm.block_size, llm.max_num_seqs, text.tokenizer.vocab_size)
     enter("warming")
     is_exact = runner.warm(llm.max_batched_tokens)
     if not is_exact and llm.deterministic == "require":
         raise ModelError(str(path), "deterministic is 'require', and this machine's products are not row-exact")
-    source = file.metadata.get("tokenizer.chat_template")
-    template = ChatTemplate(str(source), tokenizer.control_tokens) if source else None
-    return Loaded(runner, tokenizer, _version(path), template, is_exact, overlap=1)
-
-
-def _version(path: Path) -> str:
-    """What cached blocks belong to: the file, by name, size and time of change."""
-    stat = path.stat()
-    return f"{path.name[:40]}-{stat.st_size:x}-{stat.st_mtime_ns & 0xFFFFFFFF:x}"[:64]
-
-
-def build(file: Gguf, config: ModelConfig, num_slots: int) -> Decoder:
-    """The decoder with this file's weights in fp32. Raises ModelError for missing, surplus or misshapen tensors."""
-    surplus = sorted(file.names - expected_names(config))
-    if surplus:
-        raise ModelError(str(file.path), f"tensors nobody expects: {', '.join(surplus[:5])}")
-    hidden, kv = config.hidden_size, config.num_kv_heads * config.head_size
-    heads = config.num_heads * config.head_size
-
-    def vector(name: str) -> torch.Tensor:
-        return torch.from_numpy(file.tensor(name, (hidden,)))
-
-    def linear(name: str, rows: int, columns: int, num_heads: int = 0) -> Linear:
-        weight = file.tensor(name, (rows, columns))
-        return Linear(torch.from_numpy(np.ascontiguousarray(unpermute(weight, num_heads)) if num_heads else weight))
-
-    layers = []
-    for index in range(config.num_layers):
-        at = f"blk.{index}."
-        layers.append(
-            Layer(
-                vector(f"{at}attn_norm.weight"),
-                linear(f"{at}attn_q.weight", heads, hidden, config.num_heads),
-                linear(f"{at}attn_k.weight", kv, hidden, config.num_kv_heads),
-                linear(f"{at}attn_v.weight", kv, hidden),
-                linear(f"{at}attn_output.weight", hidden, heads),
-                vector(f"{at}ffn_norm.weight"),
-                linear(f"{at}ffn_gate.weight", config.ffn_size, hidden),
-                linear(f"{at}ffn_up.weight", config.ffn_size, hidden),
-                linear(f"{at}ffn_down.weight", hidden, config.ffn_size),
-            )
-        )
-    embedding = torch.from_numpy(file.tensor("token_embd.weight", (config.vocab_size, hidden)))
-    head = Linear(embedding) if config.is_tied else linear("output.weight", config.vocab_size, hidden)
-    return Decoder(config, layers, (embedding, vector("output_norm.weight"), head), num_slots)
-
-
-def _tokenizer(file: Gguf) -> BpeTokenizer:
-    """The vocabulary of the file. Raises ModelError for a kind that is not built."""
-    source = str(file.path)
-    if file.need("tokenizer.ggml.model") != "gpt2":
-        raise ModelError(source, f"tokenizer {file.need('tokenizer.ggml.model')!r}; byte-level BPE ('gpt2') is built")
-    tokens, kinds = file.need("tokenizer.ggml.tokens"), file.need("tokenizer.ggml.token_type")
-    if len(kinds) != len(tokens):
-        raise ModelError(source, f"{len(tokens)} tokens and {len(kinds)} token types")
-    merges = [tuple(merge.split(" ", 1)) for merge in file.need("tokenizer.ggml.merges")]
-    bos = file.metadata.get("tokenizer.ggml.bos_token_id")
-    vocabulary = Vocabulary(
-        tokens,
-        merges,
-        frozenset(id for id, kind in enumerate(kinds) if kind == CONTROL),
-        str(file.metadata.get("tokenizer.ggml.pre", "default")),
-        frozenset({int(file.need("tokenizer.ggml.eos_token_id"))}),
-        int(bos) if bos is not None and file.metadata.get("tokenizer.ggml.add_bos_token") else None,
+    template = (
+        ChatTemplate(text.template, text.tokenizer.control_tokens, text.tokenizer.names) if text.template else None
     )
+    return Loaded(
+        runner,
+        text.tokenizer,
+        version(path, f"{dtype}-{kv_dtype}"),
+        template,
+        is_exact,
+        num_blocks=num_blocks,
+        device=str(device),
+    )
+
+
+def open_model(path: Path) -> tuple[Checkpoint, Text]:
+    """A model's weights and its text side, from a GGUF file or a Hugging Face folder. Raises ModelError."""
+    if path.is_dir():
+        folder = Folder(path)
+        return folder, folder_text(folder)
+    file = Gguf(path)
+    return GgufCheckpoint(file), gguf_text(file)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """auto is the first GPU that torch can use, else the CPU. Raises EngineError for a GPU that is not there."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    device = torch.device("cuda:0" if wanted == "auto" else wanted)
+    if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
+        message = f"{wanted} is not there; torch sees {torch.cuda.device_count()} GPUs"
+        raise EngineError(Code.INVALID, message, "devices")
+    return device
+
+
+def choose_dtype(wanted: str, device: torch.device, is_bf16: bool) -> torch.dtype:
+    """fp32 on the CPU; on a GPU bf16, or fp16 where the weights allow it and the GPU has no bf16."""
+    if device.type == "cpu":
+        if wanted not in {"auto", "fp32"}:
+            raise EngineError(Code.INVALID, f"{wanted} is for GPUs; the CPU computes in fp32", "dtype")
+        return torch.float32
+    if wanted != "auto":
+        return TYPES[wanted]
+    if torch.cuda.is_bf16_supported():
+        return torch.bfloat16
+    return torch.float32 if is_bf16 else torch.float16
+
+
+def free_blocks(config: ModelConfig, llm: Llm, kv_dtype: torch.dtype, device: torch.device, replicas: int) -> int:
+    """KV blocks for the memory there is, at most what all seats can use. Raises EngineError when one sequence has no
+    room."""
+    size = llm.block_size
+    block_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_size * kv_dtype.itemsize * size
+    if device.type == "cpu":
+        budget = int(available_bytes() * MEMORY_SHARE) // replicas
+    else:
+        budget = int(torch.cuda.mem_get_info(device)[0] * CUDA_SHARE)
+    longest = -(-llm.max_model_len // size)
+    num_blocks = min(budget // block_bytes, longest * llm.max_num_seqs)
+    if num_blocks < longest:
+        message = (
+            f"{llm.max_model_len} tokens of KV cache take {longest * block_bytes / 2**20:.0f} MiB, "
+            f"and {budget / 2**20:.0f} MiB are free for them"
+        )
+        raise EngineError(Code.INVALID, message, "max_model_len")
+    return num_blocks
+
+
+def available_bytes() -> int:
+    """MemAvailable, or what is left under the memory limit of this process's cgroup, if that is less."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     try:
-        return BpeTokenizer(vocabulary)
-    except KeyError as error:
-        raise ModelError(source, f"text splitting {error} is not built") from None
-    except ValueError as error:
-        raise ModelError(source, f"its vocabulary does not fit its merges: {error}") from None
+        limit, used = (Path("/sys/fs/cgroup", name).read_text() for name in ("memory.max", "memory.current"))
+        return min(free, int(limit) - int(used))
+    except (OSError, ValueError):  # no cgroup of version 2, or no limit ("max")
+        return free
+
+
+def version(path: Path, types: str) -> str:
+    """What cached blocks belong to: the model's files, by name, size and time of change, and the types computed in."""
+    files = sorted(path.glob("*")) if path.is_dir() else [path]
+    seen = [(each.name, stat.st_size, stat.st_mtime_ns) for each in files if (stat := each.stat())]
+    digest = blake2b(repr((seen, types)).encode(), digest_size=6).hexdigest()
+    return f"{path.name[:40]}-{digest}"

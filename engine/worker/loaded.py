@@ -11,12 +11,15 @@ from engine.llm.tokenizer import Tokenizer
 class Template(Protocol):
     """A chat template: `engine.llm.template.ChatTemplate` where there is one."""
 
-    def ids(self, messages: list[dict[str, str]], encode: Callable[[str], list[int]]) -> list[int]: ...
+    def ids(self, messages: list[dict[str, str]], encode: Callable[[str, bool], list[int]]) -> list[int]: ...
 
 
 @dataclass(slots=True)
 class Loaded:
-    """A runner that is warmed up, its tokenizer, and the name of what it serves. `overlap` steps may be in flight."""
+    """A runner that is warmed up, its tokenizer, and the name of what it serves.
+
+    `overlap` steps may be in flight; `num_blocks` is what there was room for; `device` is where it runs.
+    """
 
     runner: Runner
     tokenizer: Tokenizer
@@ -24,3 +27,6 @@ class Loaded:
     template: Template | None = None
     is_row_exact: bool = True
     overlap: int = 1
+    has_logits: bool = True
+    num_blocks: int = 0
+    device: str = "cpu"

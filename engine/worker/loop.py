@@ -7,25 +7,26 @@ one request fails that request; a fault in a step ends the process, and the supe
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import isnan
 from typing import Final
 
 import msgspec
 import zmq
 
 from engine.llm.batch import rows
-from engine.llm.blocks import namespace_key
-from engine.llm.detokenizer import Detokenizer
 from engine.llm.runner import Handle
 from engine.llm.scheduler import Emission, Scheduler, Step
-from engine.llm.sequence import FinishReason, Sampling, Sequence
-from engine.worker.live import Live, StepEntries
+from engine.llm.sequence import FinishReason, Sequence
+from engine.worker.intake import Intake
+from engine.worker.live import Answer, Live, StepEntries, told
 from engine.worker.loaded import Loaded
 from ipc import codec
 from ipc.channel import Channel, Sent
 from ipc.errors import Code, EngineError, ProtocolError
 from ipc.health import PageWriter, Phase
-from ipc.messages import Assign, Failed, Finished, Generate, Kind, Outcome, Report, Usage, Withdraw
+from ipc.messages import Assign, Failed, Generate, Kind, Outcome, Report, TokenLogprob, Withdraw
 
 REPORT_S: Final = 0.1
 IDLE_REPORT_S: Final = 1.0
@@ -61,8 +62,7 @@ class WorkerLoop:
         self._scheduler = scheduler
         self._runner = loaded.runner
         self._tokenizer = loaded.tokenizer
-        self._template = loaded.template
-        self._version = loaded.version
+        self._intake = Intake(loaded, scheduler.limits.max_model_len, scheduler.limits.max_num_seqs)
         self._settings = settings
         self._lives: dict[int, Live] = {}
         self._in_flight: deque[_InFlight] = deque()
@@ -75,6 +75,7 @@ class WorkerLoop:
         self._busy_since = 0.0
         self._report_at = 0.0
         self._audit_at = 0.0
+        self._num_non_finite = 0
         self._num_stops = 0
         self._was_idle = True
 
@@ -87,7 +88,7 @@ class WorkerLoop:
     def run(self) -> None:
         """Serve until told to stop. Returns when everything taken in has ended."""
         signal.signal(signal.SIGTERM, self.on_sigterm)
-        while self._num_stops == 0 or self._lives:
+        while self._num_stops == 0 or self._lives or len(self._intake):
             self._turn()
         self._page.enter(Phase.EXITING, self._settings.hang_floor_s)
 
@@ -115,75 +116,65 @@ class WorkerLoop:
                 self._on_withdraw(codec.decode(frames[1], Withdraw, "head"))
             elif kind is Kind.ERROR:
                 raise SystemExit(75)  # the front does not know this worker: another one has its slot
+        if len(self._intake):
+            self._collect()
         self._send_entries()
 
     def _on_assign(self, assign: Assign, body: bytes) -> None:
-        live: Live | None = None
+        self._try(assign, lambda: self._intake.take(assign, codec.decode(body, Generate)))
+
+    def _start(self, live: Live) -> None:
+        """All answers of a request, or none. Raises EngineError naming the field."""
+        added: list[Sequence] = []
         try:
-            live = self._take_in(assign, codec.decode(body, Generate))
+            for answer in live.answers:
+                self._scheduler.add(answer.sequence)
+                added.append(answer.sequence)
+        except EngineError:
+            for sequence in added:
+                self._scheduler.cancel(sequence.request, sequence.choice)
+            raise
+        self._lives[live.number] = live
+        if live.is_echo and not live.answers[0].sequence.is_scored:
+            self._entries_of(live.session).add_echo(live, self._tokenizer.token_bytes)
+
+    def _collect(self) -> None:
+        """Start what the tokenizer's thread has finished."""
+        for assign, future in self._intake.done():
+            self._try(assign, future.result)
+
+    def _try(self, assign: Assign, make: Callable[[], Live | None]) -> None:
+        """The boundary around one request: whatever is wrong with it ends it alone."""
+        try:
+            live = make()
+            if live is not None:
+                self._start(live)
         except (EngineError, ProtocolError) as error:
             self._refuse(assign, Failed(assign.request, error.code, error.message, error.field))
         except Exception as error:  # noqa: BLE001 - the boundary around one request
             self._refuse(assign, Failed(assign.request, "internal", f"{type(error).__name__}: {error}"))
-        if live is not None:
-            self._lives[assign.number] = live
-
-    def _take_in(self, assign: Assign, generate: Generate) -> Live:
-        """One request as a sequence. Raises EngineError naming the field."""
-        tokenizer = self._tokenizer
-        prompt_ids = self._prompt_ids(generate)
-        if generate.top_p == 0 and generate.temperature > 0:
-            raise EngineError(Code.INVALID, "top_p 0 leaves nothing to sample from", "top_p")
-        if generate.min_tokens > generate.max_tokens:
-            message = f"min_tokens is {generate.min_tokens}, over max_tokens, {generate.max_tokens}"
-            raise EngineError(Code.INVALID, message, "min_tokens")
-        sequence = Sequence(
-            request=assign.number,
-            attempt=assign.attempt,
-            token_ids=list(prompt_ids),
-            num_prompt_tokens=len(prompt_ids),
-            max_tokens=generate.max_tokens,
-            min_tokens=generate.min_tokens,
-            ignore_eos=generate.ignore_eos,
-            stop_ids=frozenset(generate.stop_ids),
-            eos_ids=tokenizer.eos_ids,
-            seed=assign.seed,
-            choice=0,
-            namespace=namespace_key(self._version, "", "", assign.tenant, generate.cache_salt),
-            sampling=Sampling(generate.temperature, generate.top_k, generate.top_p, generate.min_p)
-            if generate.temperature
-            else None,
-        )
-        detokenizer = Detokenizer(tokenizer, tuple(generate.stop))
-        self._scheduler.add(sequence)
-        return Live(assign.number, assign.attempt, assign.session, assign.request, detokenizer, generate.stream)
-
-    def _prompt_ids(self, generate: Generate) -> list[int]:
-        """The prompt, or the conversation by the model's template. Raises EngineError naming the field."""
-        tokenizer, prompt = self._tokenizer, generate.prompt
-        if generate.messages:
-            if prompt:
-                raise EngineError(Code.INVALID, "prompt and messages exclude each other", "messages")
-            if self._template is None:
-                raise EngineError(Code.INVALID, "this model has no chat template", "messages")
-            turns = [{"role": each.role, "content": each.content} for each in generate.messages]
-            return self._template.ids(turns, tokenizer.encode)
-        if isinstance(prompt, str):
-            return tokenizer.encode(prompt)
-        tokenizer.check(prompt)
-        return prompt
 
     def _refuse(self, assign: Assign, event: Failed) -> None:
-        live = Live(assign.number, assign.attempt, assign.session, assign.request, Detokenizer(self._tokenizer), True)
-        self._entries_of(assign.session).add_end(live, [], event, Outcome.REFUSED, 0)
+        live = Live(assign.number, assign.attempt, assign.session, assign.request)
+        self._entries_of(assign.session).add_failure(live, event, Outcome.REFUSED)
 
     def _on_withdraw(self, withdraw: Withdraw) -> None:
-        live = self._lives.get(withdraw.number)
-        if live is None or live.attempt != withdraw.attempt:
+        assign = self._intake.withdraw(withdraw.number, withdraw.attempt)
+        if assign is not None:
+            live = Live(assign.number, assign.attempt, assign.session, assign.request)
+            self._entries_of(live.session).add_withdrawn(live)
+            return
+        found = self._lives.get(withdraw.number)
+        if found is None or found.attempt != withdraw.attempt:
             return  # it has ended, and its end is on the way
-        del self._lives[withdraw.number]
-        self._scheduler.cancel(withdraw.number)
-        self._entries_of(live.session).add_withdrawn(live.number, live.attempt, live.num_emitted)
+        self._forget(found)
+        self._entries_of(found.session).add_withdrawn(found)
+
+    def _forget(self, live: Live) -> None:
+        """End what still runs of it."""
+        del self._lives[live.number]
+        for answer in live.answers:
+            self._scheduler.cancel(live.number, answer.sequence.choice)
 
     # Steps.
 
@@ -217,10 +208,33 @@ class WorkerLoop:
         self._step_s = took_s if not self._step_s else 0.8 * self._step_s + 0.2 * took_s
         emissions = self._scheduler.commit(flight.step, sampled)
         self._num_tokens += len(emissions)
-        stopped = self._detokenize(emissions)
+        logprobs = self._read_scores(flight)
+        stopped = self._detokenize(emissions, logprobs)
         if not stopped:
             self._launch()
         self._send_entries()
+
+    def _read_scores(self, flight: _InFlight) -> dict[tuple[int, int], list[TokenLogprob]]:
+        """Log probabilities of a step's tokens by request and choice; those of prompts are kept, then echoed."""
+        logprobs: dict[tuple[int, int], list[TokenLogprob]] = {}
+        scores, chunks = flight.handle.scores, flight.step.chunks
+        if scores is None:
+            return logprobs
+        token_bytes = self._tokenizer.token_bytes
+        for index, score in scores.sampled.items():
+            sequence = chunks[index].sequence
+            logprobs[sequence.request, sequence.choice] = [told(score, token_bytes)]
+        for index, prompt in scores.prompt.items():
+            sequence, live = chunks[index].sequence, self._lives.get(chunks[index].sequence.request)
+            if live is None or live.has_echoed:
+                continue
+            # A prompt that is computed again, after a preemption, was scored up to some position already.
+            live.prompt_scores += prompt[max(0, len(live.prompt_scores) - chunks[index].start) :]
+            if any(isnan(score.logprob) for score in prompt):
+                self._fail(live)
+            elif len(live.prompt_scores) == sequence.num_prompt_tokens - 1:
+                self._entries_of(live.session).add_echo(live, token_bytes)
+        return logprobs
 
     def _wait(self, handle: Handle) -> None:
         """Until the device is done, take in what the front says, so that a cancel does not wait for the step."""
@@ -232,7 +246,7 @@ class WorkerLoop:
             if self._channel.socket.poll(int(timeout_s * 1e3), zmq.POLLIN):
                 self._receive()
 
-    def _detokenize(self, emissions: list[Emission]) -> bool:
+    def _detokenize(self, emissions: list[Emission], logprobs: dict[tuple[int, int], list[TokenLogprob]]) -> bool:
         """Turn committed ids into entries. True when a stop string was found, which changes what may run next."""
         stopped = False
         for emission in emissions:
@@ -240,41 +254,43 @@ class WorkerLoop:
             live = self._lives.get(sequence.request)
             if live is None:
                 continue
-            detokenizer = live.detokenizer
+            if reason is FinishReason.FAILED:
+                self._fail(live)
+                continue
+            answer = live.answers[sequence.choice]
+            detokenizer = answer.detokenizer
             text = detokenizer.push(ids)
             if detokenizer.is_stopped and reason is None:
-                self._scheduler.finish(sequence.request, FinishReason.STOP)
+                self._scheduler.finish(sequence.request, FinishReason.STOP, sequence.choice)
                 reason, stopped = FinishReason.STOP, True
+            scores = logprobs.get((sequence.request, sequence.choice), []) if logprobs else []
             if reason is None:
-                self._entries_of(live.session).add_delta(live, ids, text)
+                self._entries_of(live.session).add_delta(live, answer, ids, text, scores)
             else:
-                self._end(live, sequence, ids, text, reason)
+                self._end(live, answer, ids, text, (reason, scores))
         return stopped
 
-    def _end(self, live: Live, sequence: Sequence, ids: list[int], text: str, reason: FinishReason) -> None:
-        del self._lives[live.number]
-        if reason is FinishReason.FAILED:
-            failed = Failed(live.name, Code.INTERNAL.value, "the model's logits are not finite")
-            self._entries_of(live.session).add_end(live, [], failed, Outcome.FAILED, sequence.num_prompt_tokens)
-            return
-        detokenizer = live.detokenizer
-        if not detokenizer.is_stopped:
-            text += detokenizer.finish()
-        num_completion = live.num_emitted + len(ids)
-        usage = Usage(sequence.num_prompt_tokens, num_completion, sequence.num_cached_tokens)
-        index = 0 if not live.is_stream else live.num_emitted
-        event = Finished(
-            live.name,
-            index,
-            "".join(live.held_text) + text,
-            live.held_ids + ids,
-            reason.value,
-            usage,
-            sequence.seed,
-            detokenizer.matched or "",
-        )
+    def _end(
+        self, live: Live, answer: Answer, ids: list[int], text: str, how: tuple[FinishReason, list[TokenLogprob]]
+    ) -> None:
+        """An answer has ended, and with the last one its request."""
+        reason, scores = how
         entries = self._entries_of(live.session)
-        entries.add_end(live, ids, event, Outcome.FINISHED, sequence.num_prompt_tokens)
+        if live.is_echo and not live.has_echoed:  # a prompt of one token has no other to be scored
+            entries.add_echo(live, self._tokenizer.token_bytes)
+        if not answer.detokenizer.is_stopped:
+            text += answer.detokenizer.finish()
+        answer.reason = reason.value
+        if all(each.reason for each in live.answers):
+            del self._lives[live.number]
+        entries.add_last(live, answer, ids, text, scores)
+
+    def _fail(self, live: Live) -> None:
+        """Its logits cannot be sampled from: it ends, its neighbours go on."""
+        self._num_non_finite += 1
+        self._forget(live)
+        failed = Failed(live.name, Code.INTERNAL.value, "the model's logits are not finite, or no token is left")
+        self._entries_of(live.session).add_failure(live, failed, Outcome.FAILED)
 
     # What the front hears.
 
@@ -303,25 +319,28 @@ class WorkerLoop:
 
     def _report(self) -> None:
         now = time.monotonic()
-        is_idle = not self._lives
+        is_idle = not self._lives and not len(self._intake)
         if now < self._report_at and is_idle == self._was_idle:
             return
         self._was_idle = is_idle
         self._report_at = now + (IDLE_REPORT_S if is_idle else REPORT_S)
-        told = self._scheduler.statistics()
-        self._page.gauges(told.num_running, told.num_waiting, told.num_free_blocks, self._scheduler.pool.num_blocks)
+        counted = self._scheduler.statistics()
+        self._page.gauges(
+            counted.num_running, counted.num_waiting, counted.num_free_blocks, self._scheduler.pool.num_blocks
+        )
         report = Report(
             self._settings.epoch,
             self._num_steps,
             self._busy_s,
             self._num_tokens,
-            told.num_running,
-            told.num_waiting,
-            told.num_free_blocks,
-            told.num_cached_blocks,
-            told.num_preemptions,
-            told.num_hit_tokens,
+            counted.num_running,
+            counted.num_waiting,
+            counted.num_free_blocks,
+            counted.num_cached_blocks,
+            counted.num_preemptions,
+            counted.num_hit_tokens,
             is_idle,
+            self._num_non_finite,
         )
         self._send([codec.ENVELOPES[Kind.REPORT], codec.encode(report)])
 
@@ -332,5 +351,5 @@ class WorkerLoop:
         if now >= self._audit_at and not self._lives:
             self._audit_at = now + AUDIT_S
             self._scheduler.audit()
-        timeout_s = 0.005 if self._outbox else IDLE_POLL_S
+        timeout_s = 0.005 if self._outbox or len(self._intake) else IDLE_POLL_S
         self._channel.socket.poll(int(timeout_s * 1e3), zmq.POLLIN)

@@ -76,11 +76,12 @@ def _ready(settings: _Settings, loaded: Loaded) -> list[bytes]:
     ready = WorkerReady(
         settings.epoch,
         llm.max_num_seqs,
-        llm.num_blocks,
+        loaded.num_blocks,
         llm.block_size,
         llm.max_model_len,
         loaded.version,
         loaded.is_row_exact,
+        loaded.device,
     )
     return [codec.ENVELOPES[Kind.WORKER_READY], codec.encode(ready)]
 
@@ -95,7 +96,7 @@ def _run(settings: _Settings, page: PageWriter) -> None:
     loaded = load(deployment, settings.index, settings.cache_dir, lambda name: page.enter(phases[name], boot_s))
     scheduler = Scheduler(
         Limits(llm.max_num_seqs, llm.max_batched_tokens, llm.max_model_len),
-        BlockPool(llm.num_blocks, llm.block_size, llm.prefix_cache),
+        BlockPool(loaded.num_blocks, llm.block_size, llm.prefix_cache),
     )
     loop = WorkerLoop(channel, page, scheduler, loaded, LoopSettings(settings.epoch, loaded.overlap, floor_s))
     page.enter(Phase.IDLE, floor_s)

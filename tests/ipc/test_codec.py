@@ -55,7 +55,7 @@ def test_fifty_frames_are_within_the_limit():
         (Generate, {"prompt": 3}, "prompt"),
         (Generate, {"prompt": [1, -1]}, "prompt[1]"),
         (Generate, {"prompt": [2**31]}, "prompt[0]"),
-        (Generate, {"prompt": "x", "max_tokens": 0}, "max_tokens"),
+        (Generate, {"prompt": "x", "max_tokens": -1}, "max_tokens"),
         (Generate, {"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
         (Generate, {"prompt": "x", "stop": [""]}, "stop[0]"),
         (Generate, {"prompt": "x", "stop": ["a"] * 17}, "stop"),

@@ -9,7 +9,7 @@ import pytest
 from ipc import codec, messages
 from ipc.errors import RETRYABLE, Code
 from ipc.messages import Kind
-from tests.ipc.golden import EVENT_BYTES, EVENTS, FRAMES, MESSAGES
+from tests.ipc.golden import EVENT_BYTES, EVENTS, FRAMES, MESSAGES, OLDER_FRAMES
 
 README = (Path(codec.__file__).parent / "README.md").read_text()
 
@@ -24,6 +24,15 @@ def test_bytes_of_every_kind(kind: Kind):
     if body is not None:
         assert codec.decode(golden[2], type(body)) == body
     assert (type(head), None if body is None else type(body)) == codec.SHAPES[kind]
+
+
+@pytest.mark.parametrize(("kind", "frames"), OLDER_FRAMES)
+def test_bytes_of_earlier_versions_decode(kind: Kind, frames: str):
+    golden = [bytes.fromhex(part) for part in frames.split("/")]
+    head, body = MESSAGES[kind]
+    assert codec.decode(golden[1], type(head), "head") == head
+    if body is not None:
+        assert codec.decode(golden[2], type(body)) == body
 
 
 @pytest.mark.parametrize("name", list(EVENTS))
@@ -108,6 +117,5 @@ def test_the_example_is_right():
     text = README[README.index("## Example") : README.index("## Admin")]
     frames = [bytes.fromhex(found) for found in re.findall(r"^    ((?:[0-9A-F]{2} ?)+)", text, re.M)]
     assert frames[:3] == codec.message(Kind.HELLO, None, messages.Hello(client="me"))
-    assert frames[3:] == codec.message(
-        Kind.GENERATE, messages.GenerateHead("1", "sim"), messages.Generate("hi", max_tokens=4)
-    )
+    assert frames[3:5] == codec.message(Kind.GENERATE, messages.GenerateHead("1", "sim"))
+    assert codec.decode(frames[5], messages.Generate) == messages.Generate("hi", max_tokens=4)

@@ -103,7 +103,8 @@ def test_the_runner_fits_the_plug() -> None:
     handle: plug.Handle = runner.launch([row([1], [0])])
     assert handle.poll()
     assert model.PENDING_TOKEN == plug.PENDING_TOKEN
-    assert [*model.SimRow.__annotations__, "sampling"] == [field.name for field in fields(Row)]  # its sampler is fake
+    names = [field.name for field in fields(Row)]
+    assert [*model.SimRow.__annotations__] == names[: names.index("sampling")]  # its sampler is fake
 
 
 def test_a_sequence_alone_follows_the_oracle() -> None:

@@ -6,15 +6,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention.reference import TILE, Span, attend
+from engine.attention.reference import Span, attend, plan
 from engine.llm.blocks import BlockPool
 from engine.llm.model_runner import ModelRunner
 from engine.llm.scheduler import Limits, Scheduler
 from engine.llm.sequence import Sampling, Sequence
-from engine.models.decoder import rms_norm, rope_table, rotate
+from engine.models.checkpoint import assemble
+from engine.models.config import Rope
+from engine.models.decoder import Decoder, rms_norm
 from engine.models.gguf import Gguf
+from engine.models.gguf_checkpoint import GgufCheckpoint
 from engine.models.linear import Linear
-from engine.worker.load_llm import build
+from engine.models.rope import inverse_frequencies, rotate, table
 from tests.llm.bench import Bench
 from tests.models_tiny import write
 
@@ -27,9 +30,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Gguf:
     return Gguf(write(tmp_path_factory.mktemp("tiny") / "tiny.gguf"))
 
 
-def bench(file: Gguf, num_blocks: int = 64, **options: int | bool) -> Bench:
+def decoder(file: Gguf, num_slots: int, kv_dtype: torch.dtype = torch.float32) -> Decoder:
+    made = assemble(GgufCheckpoint(file), torch.device("cpu"), torch.float32, 100)
+    made.make_cache(num_slots, kv_dtype)
+    return made
+
+
+def bench(file: Gguf, num_blocks: int = 64, kv_dtype: torch.dtype = torch.float32, **options: int | bool) -> Bench:
     made = Bench(num_blocks=num_blocks, block_size=BLOCK, **options)
-    made.runner = ModelRunner(build(file, file.config(), num_blocks * BLOCK), BLOCK, made.max_num_seqs)
+    made.runner = ModelRunner(decoder(file, num_blocks * BLOCK, kv_dtype), BLOCK, made.max_num_seqs, 1000)
     made.scheduler = Scheduler(
         Limits(made.max_num_seqs, made.max_batched_tokens, 100), BlockPool(num_blocks, BLOCK, made.is_cached)
     )
@@ -56,6 +65,7 @@ def test_same_ids_alone_batched_chunked_cached_and_preempted(file: Gguf):
         "batched": bench(file, is_cached=False, max_batched_tokens=256),
         "chunked": bench(file, is_cached=False, max_batched_tokens=9),
         "cached": bench(file, max_batched_tokens=11),
+        "one at a time": bench(file, is_cached=False, max_batched_tokens=1),
         "preempted": bench(file, num_blocks=14, max_batched_tokens=16),
     }
     expected = run(runs.pop("alone"), prompts, 12)
@@ -79,14 +89,14 @@ def test_one_thread_or_two(file: Gguf):
 
 
 def test_the_probe_finds_it_row_exact(file: Gguf):
-    runner = ModelRunner(build(file, file.config(), 256), BLOCK, 8)
+    runner = ModelRunner(decoder(file, 256), BLOCK, 8, 1000)
     assert runner.warm(64)
     assert not runner._decoder.k_cache.any()
 
 
 def test_against_a_naive_forward_pass(file: Gguf):
     """No cache, no tiles, no packing: the formulas as they are written."""
-    config, ids = file.config(), [3, 50, 100, 7, 9, 200]
+    config, ids = GgufCheckpoint(file).config, [3, 50, 100, 7, 9, 200]
     hidden, size = config.hidden_size, config.head_size
 
     def weight(name: str, *shape: int) -> torch.Tensor:
@@ -94,7 +104,7 @@ def test_against_a_naive_forward_pass(file: Gguf):
 
     def pairs(x: torch.Tensor) -> torch.Tensor:
         """Rope in the file's own interleaved order."""
-        angles = torch.arange(len(ids)).double()[:, None] * config.rope_base ** (-torch.arange(size // 2) * 2.0 / size)
+        angles = torch.arange(len(ids)).double()[:, None] * config.rope.base ** (-torch.arange(size // 2) * 2.0 / size)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         even, odd = x[..., ::2], x[..., 1::2]
         return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
@@ -120,32 +130,48 @@ def test_against_a_naive_forward_pass(file: Gguf):
     x = rms_norm(x, weight("output_norm.weight", hidden), config.norm_eps).double()
     expected = x[-1] @ weight("token_embd.weight", config.vocab_size, hidden).T
 
-    decoder = build(file, config, 64)
-    positions = torch.arange(len(ids))
-    spans = [Span(0, len(ids), 0, torch.cat([positions, torch.zeros(TILE - len(ids), dtype=torch.long)]))]
-    got = decoder.forward(torch.tensor(ids), positions, positions, spans, torch.tensor([len(ids) - 1]))[0]
+    made, positions = decoder(file, 64), torch.arange(len(ids))
+    planned = plan([Span(0, len(ids), 0, range(16))], BLOCK, made.zero_slot, made.heads_per_kv, made.device)
+    got = made.logits(made.forward(torch.tensor(ids), positions, positions, planned, torch.tensor([len(ids) - 1])))[0]
     assert torch.allclose(got.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 200), st.integers(0, 2**16))
-def test_attention_of_a_row_depends_on_that_row_alone(length: int, seed: int):
+@given(st.integers(1, 200), st.integers(0, 2**16), st.sampled_from([torch.float32, torch.float16]))
+def test_attention_of_a_row_depends_on_that_row_alone(length: int, seed: int, kv_dtype: torch.dtype):
     dice = torch.Generator().manual_seed(seed)
-    k, v = (torch.randn(256, 3, 64, generator=dice) for _ in range(2))
+    k, v = (torch.randn(3, 401, 64, generator=dice).to(kv_dtype) for _ in range(2))
+    k[:, 400] = v[:, 400] = 0
+    k[:, 300:400] = v[:, 300:400] = torch.nan  # somebody else's
     q = torch.randn(length, 9, 64, generator=dice)
-    slots = torch.randperm(256, generator=dice)
+    blocks, other = torch.randperm(100, generator=dice).tolist(), list(range(100))
 
-    def span(start: int, count: int, first: int) -> Span:
-        end = first + count
-        return Span(start, count, first, torch.cat([slots[:end], torch.zeros(-end % TILE, dtype=torch.long)]))
+    def attention(rows: torch.Tensor, *spans: Span) -> torch.Tensor:
+        return attend(rows, k, v, plan(list(spans), 3, 400, 3, rows.device))
 
-    whole = attend(q, k, v, [span(0, length, 0)])
+    whole = attention(q, Span(0, length, 0, blocks))
     cut = int(torch.randint(0, length, (1,), generator=dice))
-    last = attend(q[cut : cut + 1], k, v, [span(0, 1, cut)])
+    last = attention(q[cut : cut + 1], Span(0, 1, cut, blocks))
     assert torch.equal(whole[cut : cut + 1], last)
+    many = torch.cat([q[cut : cut + 1], torch.randn(7, 9, 64, generator=dice), q[cut : cut + 1]])
+    beside = attention(
+        many, Span(0, 1, cut, blocks), *(Span(1 + at, 1, at * 29, other) for at in range(7)), Span(8, 1, cut, blocks)
+    )
+    assert torch.equal(beside[0], last[0])
+    assert torch.equal(beside[8], last[0])
     if 0 < cut < length:
-        both = attend(q, k, v, [span(0, cut, 0), span(cut, length - cut, cut)])
+        both = attention(q, Span(0, cut, 0, blocks), Span(cut, length - cut, cut, blocks))
         assert torch.equal(whole, both)
+    expected = naive(q, k[:, :300], v[:, :300], [blocks[at // 3] * 3 + at % 3 for at in range(length)])
+    assert torch.allclose(whole.double(), expected, atol=1e-5)
+
+
+def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: list[int]) -> torch.Tensor:
+    """Causal attention as it is written, in float64."""
+    keys, values = (each[:, slots].double().repeat_interleave(3, 0) for each in (k, v))
+    scores = torch.einsum("thd,hsd->hts", q.double(), keys) / q.shape[-1] ** 0.5
+    scores = scores.masked_fill(torch.ones(len(slots), len(slots)).triu(1).bool(), -torch.inf)
+    return torch.einsum("hts,hsd->thd", scores.softmax(-1), values).flatten(1)
 
 
 @pytest.mark.parametrize("shape", [(576, 1536), (1536, 576), (64, 16), (49, 31)])
@@ -160,8 +186,8 @@ def test_a_product_of_a_row_depends_on_that_row_alone(shape: tuple[int, int]):
         assert torch.equal(linear(moved)[-1:], expected)
 
 
-def test_rope_turns_by_position_and_keeps_length(file: Gguf):
-    cos, sin = rope_table(file.config(), 32)
+def test_rope_turns_by_position_and_keeps_length():
+    cos, sin = table(*inverse_frequencies(Rope(), 16, 32, 32), 32)
     x = torch.randn(32, 3, 16)
     turned = rotate(x, cos[:, None], sin[:, None])
     assert torch.equal(turned[0], x[0])
@@ -170,7 +196,7 @@ def test_rope_turns_by_position_and_keeps_length(file: Gguf):
 
 def test_a_row_that_is_not_finite_fails_alone(file: Gguf):
     made = bench(file)
-    made.runner._decoder.embedding[77] = torch.nan
+    made.runner._decoder.ends.embedding[77] = torch.nan
     for number, prompt in ((1, [5, 6]), (2, [77]), (3, [8])):
         made.scheduler.add(Sequence(number, prompt, len(prompt), 4, ignore_eos=True))
     made.run()

@@ -5,11 +5,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from engine.models.checkpoint import assemble
 from engine.models.config import ModelError
-from engine.models.gguf import Gguf, unpermute
-from engine.worker.load_llm import build
+from engine.models.decoder import Decoder
+from engine.models.gguf import Gguf
+from engine.models.gguf_checkpoint import GgufCheckpoint, unpermute
 from tests.models_tiny import HIDDEN, shapes, tokens, weights, write
+
+
+def load(path: Path) -> Decoder:
+    return assemble(GgufCheckpoint(Gguf(path)), torch.device("cpu"), torch.float32, 64)
 
 
 @pytest.fixture
@@ -19,7 +26,7 @@ def path(tmp_path: Path) -> Path:
 
 def test_metadata_and_tensors_come_back(path: Path):
     file = Gguf(path)
-    config = file.config()
+    config = GgufCheckpoint(file).config
     assert (config.num_layers, config.hidden_size, config.num_heads, config.num_kv_heads) == (2, 48, 3, 1)
     assert (config.head_size, config.vocab_size, config.is_tied, config.name) == (16, len(tokens()), True, "tiny")
     for name, expected in weights().items():
@@ -66,9 +73,8 @@ def test_rope_rows_from_pairs_to_halves():
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, changed: dict, metadata: dict, told: str):
     path = write(tmp_path / "bad.gguf", changed, **metadata)
-    file = Gguf(path)
     with pytest.raises(ModelError, match=told):
-        build(file, file.config(), 64)
+        load(path)
 
 
 def test_every_truncation_is_refused(path: Path):
@@ -88,8 +94,7 @@ def test_garbage_is_refused_and_never_crashes(path: Path):
             broken[dice.randrange(3000)] = dice.randrange(256)
         path.write_bytes(broken)
         try:
-            file = Gguf(path)
-            build(file, file.config(), 16)
+            load(path)
         except ModelError:
             continue
     path.write_bytes(b"not a model at all")
