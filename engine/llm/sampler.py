@@ -88,7 +88,8 @@ def score(logits: Logits, id: int, num_top: int) -> Logprob:
     wide = logits.astype(np.float64)
     best = wide.max()
     norm = best + np.log(np.exp(wide - best).sum())
-    top = [(int(each), max(LOGPROB_MIN, float(wide[each] - norm))) for each in _top(logits, num_top)] if num_top else []
+    likeliest = _top(logits, min(num_top, len(logits))) if num_top else ()
+    top = [(int(each), max(LOGPROB_MIN, float(wide[each] - norm))) for each in likeliest]
     return Logprob(id, max(LOGPROB_MIN, float(wide[id] - norm)), top)
 
 

@@ -61,7 +61,7 @@ def byte_letters() -> dict[str, int]:
     """The letters that byte-level BPE writes bytes with (Radford et al. 2019): printable ones stand for themselves."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     letters = {chr(byte): byte for byte in plain}
-    others = (byte for byte in range(256) if byte not in set(plain))
+    others = sorted(set(range(256)).difference(plain))
     return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 

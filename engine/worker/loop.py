@@ -135,7 +135,8 @@ class WorkerLoop:
                 self._scheduler.cancel(sequence.request, sequence.choice)
             raise
         self._lives[live.number] = live
-        if live.is_echo and not live.answers[0].sequence.is_scored:
+        first = live.answers[0].sequence
+        if live.is_echo and (not first.is_scored or first.num_prompt_tokens == 1):  # nothing of it has to be computed
             self._entries_of(live.session).add_echo(live, self._tokenizer.token_bytes)
 
     def _collect(self) -> None:
@@ -276,8 +277,6 @@ class WorkerLoop:
         """An answer has ended, and with the last one its request."""
         reason, scores = how
         entries = self._entries_of(live.session)
-        if live.is_echo and not live.has_echoed:  # a prompt of one token has no other to be scored
-            entries.add_echo(live, self._tokenizer.token_bytes)
         if not answer.detokenizer.is_stopped:
             text += answer.detokenizer.finish()
         answer.reason = reason.value

@@ -93,7 +93,9 @@ def test_an_index_that_names_the_wrong_file_is_refused(tmp_path: Path):
         decoder(Folder(path))
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/../../b", "a\0b", "..", "link.safetensors"])
+@pytest.mark.parametrize(
+    "name", ["../secret.safetensors", "/etc/passwd", "a/../../b", "a\0b", "..", "link.safetensors"]
+)
 @pytest.mark.parametrize("is_there", [True, False])
 def test_names_that_lead_out_of_the_folder_are_refused_alike(tmp_path: Path, name: str, is_there: bool):
     path = write_folder(tmp_path / "hf", num_shards=2)
@@ -276,4 +278,9 @@ def test_the_tokenizer_file_is_read_as_it_is(tmp_path: Path):
     path = write_folder(tmp_path / "hf")
     assert json.loads((path / "tokenizer.json").read_text()) == json.loads(tokenizer_json())
     _, text = open_model(path)
-    assert text.tokenizer.encode("ab 12") == [258, *text.tokenizer.encode(" "), *text.tokenizer.encode("1"), *text.tokenizer.encode("2")]
+    assert text.tokenizer.encode("ab 12") == [
+        258,
+        *text.tokenizer.encode(" "),
+        *text.tokenizer.encode("1"),
+        *text.tokenizer.encode("2"),
+    ]
