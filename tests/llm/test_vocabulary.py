@@ -168,7 +168,7 @@ def test_a_tokenizer_json_that_adds_bos():
 
 
 def test_a_space_before_the_first_segment_alone(piece: sentencepiece.SentencePieceProcessor):
-    """Newer folders put the space in the pre-tokenizer, before the beginning of a text and not after a control token."""
+    """Newer folders put the space in the pre-tokenizer: before a text's beginning and not after a control token."""
     tree = json.loads(from_lists(lists(piece)).library_json())
     tree["normalizer"] = None
     tree["pre_tokenizer"] = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "first", "split": False}
