@@ -127,13 +127,13 @@ def _attend(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, group
     rows = rows[:, :, None].expand(kv, g, tiles, num_rows, head_size).reshape(-1, num_rows, head_size)
     keys = k_cache.index_select(1, group.slots).to(q.dtype).view(-1, TILE, head_size)
     values = v_cache.index_select(1, group.slots).to(q.dtype).view(-1, TILE, head_size)
-    scores = torch.bmm(rows, keys.transpose(1, 2)).view(kv, g, tiles, num_rows, TILE)
+    scores = torch.bmm(rows, keys.transpose(1, 2)).float().view(kv, g, tiles, num_rows, TILE)
     scores.masked_fill_(group.hidden, -torch.inf)
     peak = scores.amax((2, 4), keepdim=True)
     weights = scores.sub_(peak).exp_()
-    shares = torch.bmm(weights.view(-1, num_rows, TILE), values).view(kv, g, tiles, num_rows, head_size)
+    shares = torch.bmm(weights.to(q.dtype).view(-1, num_rows, TILE), values).float()
     total = _tree(weights.sum(-1, keepdim=True))
-    mixed = (_tree(shares) / total)[:, :, :num_real]
+    mixed = (_tree(shares.view(kv, g, tiles, num_rows, head_size)) / total)[:, :, :num_real].to(q.dtype)
     return mixed.view(kv, g, length, -1, head_size).permute(1, 2, 0, 3, 4).reshape(g * length, -1, head_size)
 
 

@@ -36,7 +36,7 @@ class ModelRunner:
     """Runs a decoder on blocks of `block_size` positions. Ids from `vocab_size` on are never sampled."""
 
     def __init__(self, decoder: Decoder, block_size: int, num_seats: int, vocab_size: int) -> None:
-        self._decoder = decoder
+        self.decoder = decoder
         self._block_size = block_size
         self._device = decoder.device
         self._vocab_size = min(vocab_size, decoder.config.vocab_size)
@@ -68,7 +68,7 @@ class ModelRunner:
     def _forward(
         self, token_ids: list[int], positions: list[int], slots: list[int], spans: list[Span], wanted: list[int]
     ) -> torch.Tensor:
-        decoder, device = self._decoder, self._device
+        decoder, device = self.decoder, self._device
         planned = plan(spans, self._block_size, decoder.zero_slot, decoder.heads_per_kv, device)
         ids, at, to, last = (
             torch.tensor(values, dtype=torch.long, device=device) for values in (token_ids, positions, slots, wanted)
@@ -85,7 +85,7 @@ class ModelRunner:
         ids: list[int] = []
         scores = Scores()
         for at in range(0, len(asks), LOGITS_ROWS_MAX):
-            lines = self._decoder.logits(hidden[at : at + LOGITS_ROWS_MAX]).cpu().numpy()[:, : self._vocab_size]
+            lines = self.decoder.logits(hidden[at : at + LOGITS_ROWS_MAX]).cpu().numpy()[:, : self._vocab_size]
             for line, (index, target) in zip(lines, asks[at : at + LOGITS_ROWS_MAX], strict=True):
                 if target < 0:
                     ids.append(self._choose(rows[index], index, line, scores))
@@ -116,7 +116,7 @@ class ModelRunner:
         head of 2, 3, 4, 17 and `num_tokens` rows and at their tail, and the end of a prompt alone and as part of a
         chunk: the logits must be the same bits.
         """
-        num_blocks = self._decoder.zero_slot // self._block_size
+        num_blocks = self.decoder.zero_slot // self._block_size
         rest = min(num_tokens - 1, (num_blocks - 1) * self._block_size)
         most = min(num_tokens, num_blocks)
         companies: list[tuple[list[int], list[int]]] = [([], [1] * count) for count in (1, 2, 3, 16) if count < most]
@@ -127,8 +127,8 @@ class ModelRunner:
         exact = all(torch.equal(reference, self._probe(before, after)) for before, after in companies)
         exact = exact and self._is_chunking_exact(min(num_tokens, num_blocks * self._block_size))
         num_used = (min(num_tokens, num_blocks) + 1) * self._block_size
-        self._decoder.k_cache[:, :, :num_used] = 0
-        self._decoder.v_cache[:, :, :num_used] = 0
+        self.decoder.k_cache[:, :, :num_used] = 0
+        self.decoder.v_cache[:, :, :num_used] = 0
         return exact
 
     def _probe(self, before: list[int], after: list[int]) -> torch.Tensor:
@@ -163,7 +163,7 @@ class ModelRunner:
             places = range(first, first + len(ids))
             positions += places
             slots += [table[at // self._block_size] * self._block_size + at % self._block_size for at in places]
-        return self._decoder.logits(self._forward(token_ids, positions, slots, spans, [row]))[0]
+        return self.decoder.logits(self._forward(token_ids, positions, slots, spans, [row]))[0]
 
 
 def _score(line: Logits, row: Row, target: int) -> Logprob:

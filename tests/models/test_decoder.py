@@ -91,7 +91,7 @@ def test_one_thread_or_two(file: Gguf):
 def test_the_probe_finds_it_row_exact(file: Gguf):
     runner = ModelRunner(decoder(file, 256), BLOCK, 8, 1000)
     assert runner.warm(64)
-    assert not runner._decoder.k_cache.any()
+    assert not runner.decoder.k_cache.any()
 
 
 def test_against_a_naive_forward_pass(file: Gguf):
@@ -186,6 +186,23 @@ def test_a_product_of_a_row_depends_on_that_row_alone(shape: tuple[int, int]):
         assert torch.equal(linear(moved)[-1:], expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_close_to_fp32(file: Gguf, dtype: torch.dtype):
+    """What runs on a GPU, in its types, on the CPU: the same code."""
+    ids = list(range(3, 90))
+    made = assemble(GgufCheckpoint(file), torch.device("cpu"), dtype, 100)
+    made.make_cache(128, dtype)
+    positions = torch.arange(len(ids))
+    got = {}
+    for each in (made, decoder(file, 128)):
+        planned = plan([Span(0, len(ids), 0, range(32))], BLOCK, each.zero_slot, each.heads_per_kv, each.device)
+        hidden = each.forward(torch.tensor(ids), positions, positions, planned, positions)
+        got[each.dtype] = each.logits(hidden)
+        assert got[each.dtype].dtype == torch.float32
+    error = (got[dtype] - got[torch.float32]).norm() / got[torch.float32].norm()
+    assert error < (0.1 if dtype == torch.bfloat16 else 0.02)
+
+
 def test_rope_turns_by_position_and_keeps_length():
     cos, sin = table(*inverse_frequencies(Rope(), 16, 32, 32), 32)
     x = torch.randn(32, 3, 16)
@@ -196,7 +213,7 @@ def test_rope_turns_by_position_and_keeps_length():
 
 def test_a_row_that_is_not_finite_fails_alone(file: Gguf):
     made = bench(file)
-    made.runner._decoder.ends.embedding[77] = torch.nan
+    made.runner.decoder.ends.embedding[77] = torch.nan
     for number, prompt in ((1, [5, 6]), (2, [77]), (3, [8])):
         made.scheduler.add(Sequence(number, prompt, len(prompt), 4, ignore_eos=True))
     made.run()

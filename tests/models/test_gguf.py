@@ -3,6 +3,7 @@
 import random
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -34,8 +35,6 @@ def test_metadata_and_tensors_come_back(path: Path):
 
 
 def test_quantized_and_half_precision_tensors(tmp_path: Path):
-    import gguf
-
     wide = np.random.default_rng(1).normal(0, 1, (8, 64)).astype(np.float32)
     writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
     writer.add_tensor("half", wide.astype(np.float16))
@@ -50,6 +49,65 @@ def test_quantized_and_half_precision_tensors(tmp_path: Path):
     assert np.abs(file.tensor("eight", (8, 64)) - wide).max() < 0.02
     with pytest.raises(ModelError, match="shape"):
         file.tensor("half", (64, 8))
+
+
+@pytest.mark.parametrize(
+    "kind", sorted(gguf.quants._type_traits, key=lambda kind: kind.name), ids=lambda kind: kind.name
+)
+def test_every_type_that_the_package_dequantizes(tmp_path: Path, kind: gguf.GGMLQuantizationType):
+    per_block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = np.random.default_rng(7).integers(0, 256, (6, 4 * block_bytes), np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
+    writer.add_tensor("packed", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    shape = (6, 4 * per_block)
+    with np.errstate(all="ignore"):  # random scales may be anything
+        got = Gguf(tmp_path / "q.gguf").tensor("packed", shape)
+        expected = gguf.quants.dequantize(raw, kind).reshape(shape)
+    assert got.dtype == np.float32
+    assert np.array_equal(got, expected, equal_nan=True)
+
+
+def test_a_type_without_a_formula_is_named(tmp_path: Path):
+    writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
+    writer.add_tensor("packed", np.zeros((1, 292), np.uint8), raw_dtype=gguf.GGMLQuantizationType.Q8_K)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="type Q8_K is not dequantized here"):
+        Gguf(tmp_path / "q.gguf").tensor("packed", (1, 256))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "told"),
+    [
+        ({"rope.scaling.type": "longrope", "rope.scaling.factor": 2.0}, "rope scaling 'longrope'"),
+        ({"rope.dimension_count": 8}, "part of a head"),
+        ({"attention.value_length": 32}, "values of another size"),
+        ({"expert_count": 8}, "mixtures of experts"),
+        ({"context_length": "long"}, "context_length is not a number"),
+        ({"context_length": 0}, "context is 0"),
+    ],
+)
+def test_what_is_not_built_is_named(tmp_path: Path, metadata: dict, told: str):
+    with pytest.raises(ModelError, match=told):
+        load(write(tmp_path / "bad.gguf", **metadata))
+
+
+def test_an_oversized_file_is_refused(path: Path):
+    path.write_bytes(path.read_bytes() + b"x" * 100)
+    with pytest.raises(ModelError, match=r"is oversized: 1\d\d bytes follow"):
+        Gguf(path)
+
+
+def test_more_tokens_than_rows_is_a_contradiction(tmp_path: Path):
+    small = {"token_embd.weight": np.zeros((200, HIDDEN), np.float32)}
+    with pytest.raises(ModelError, match="260 tokens, and 200 rows"):
+        load(write(tmp_path / "bad.gguf", small))
 
 
 def test_rope_rows_from_pairs_to_halves():
