@@ -367,3 +367,11 @@ def test_a_failed_event_is_the_last_of_several_answers(client: Client):
     events = list(client.stream("broken", [77], n=3, max_tokens=4))
     assert isinstance(events[-1], Failed)
     assert len(events) == 1
+
+
+@pytest.mark.parametrize("route", ["../x", "/etc", "a/../../b", "a\0b", "/etc/passwd", "x" * 64])
+def test_a_route_is_a_name_and_never_a_path(client: Client, route: str):
+    """triton core#500: a model's name was joined to a path; the answer told whether the target exists."""
+    with pytest.raises(EngineError) as caught:
+        client.generate(route, "x")
+    assert (caught.value.code, caught.value.field) == (Code.NOT_FOUND, "route")
