@@ -302,7 +302,7 @@ async def gaps(address: str) -> None:
             await asyncio.sleep(0.01)
         alone = max(later - earlier for own in times for earlier, later in itertools.pairwise(own[5:30]))
         started = time.monotonic()
-        prefill = asyncio.create_task(client.generate("smollm2", "1" * 7000, max_tokens=1))
+        prefill = asyncio.create_task(client.generate("smollm2", "1" * 7000, max_tokens=1, cache_salt="new"))
         await prefill
         chunk = (time.monotonic() - started) / (7000 / 250)
         await asyncio.gather(*tasks)
