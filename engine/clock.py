@@ -22,3 +22,8 @@ class MonotonicClock:
 
     def now(self) -> float:
         return time.monotonic()
+
+
+def stamp() -> int:
+    """Seconds since 1970, for people. Never for waiting: anybody may set that clock."""
+    return int(time.time())

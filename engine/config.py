@@ -6,6 +6,7 @@ when the engine does. Knows no socket and no process. Called by the command line
 
 import difflib
 import hashlib
+import ipaddress
 import os
 import tomllib
 from collections.abc import Mapping
@@ -65,6 +66,21 @@ class Front(Struct, frozen=True, forbid_unknown_fields=True):
     send_hwm: Annotated[int, _meta("engine", "messages libzmq holds per client before the outbox", ge=1)] = 256
     age_step_s: Annotated[float, _meta("engine", "waiting that lifts a request by one class", ge=0.01, le=3600)] = 5.0
     scan_max: Annotated[int, _meta("engine", "requests that may pass one that does not fit", ge=1, le=1024)] = 32
+
+
+class Http(Struct, frozen=True, forbid_unknown_fields=True):
+    """[http]: the OpenAI-style door. Beyond loopback it needs keys."""
+
+    host: Annotated[str, _meta("engine", "address to listen on", min_length=1, max_length=255)] = "127.0.0.1"
+    port: Annotated[int, _meta("engine", "port; 0: a free one, told in the log", ge=0, le=65_535)] = 8000
+    gateways: Annotated[int, _meta("engine", "gateway processes on that port; 0: no HTTP", ge=0, le=64)] = 1
+    api_keys_file: Annotated[str, _meta("engine", "TOML of [[key]] sha256, tenant, class; empty: no keys")] = ""
+    body_bytes_max: Annotated[int, _meta("engine", "bytes of one body", ge=1024, le=268_435_456)] = 1_048_576
+    keepalive_s: Annotated[float, _meta("engine", "silence of a stream before a comment line", ge=0.05, le=3600)] = 10.0
+    read_s: Annotated[float, _meta("engine", "a request that takes longer to arrive is cut off", ge=0.1, le=3600)] = (
+        30.0
+    )
+    write_s: Annotated[float, _meta("engine", "a client that reads nothing for so long is cut", ge=0.1, le=3600)] = 30.0
 
 
 class Llm(Struct, frozen=True, forbid_unknown_fields=True):
@@ -159,9 +175,10 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
     deployment: Annotated[list[Deployment], Meta(min_length=1, max_length=256)]
     engine: Engine = Engine()
     front: Front = Front()
+    http: Http = Http()
 
 
-SECTIONS: Final[dict[str, type[Struct]]] = {"engine": Engine, "front": Front}
+SECTIONS: Final[dict[str, type[Struct]]] = {"engine": Engine, "front": Front, "http": Http}
 TABLES: Final[dict[str, type[Struct]]] = {"llm": Llm, "sim": Sim, "queue": Queue, "restart": Restart}
 
 
@@ -215,7 +232,13 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any]]:
     for name, text in sorted(environ.items()):
         if name in known:
             path = known[name]
-            is_text = path in {"engine.run_dir", "engine.cache_dir", "engine.log_level"}
+            is_text = path in {
+                "engine.run_dir",
+                "engine.cache_dir",
+                "engine.log_level",
+                "http.host",
+                "http.api_keys_file",
+            }
             found.append((path, text if is_text else _value(text)))
         elif name.startswith("ENGINE_") and not name.startswith(CHILD_PREFIX) and name not in RESERVED:
             near = difflib.get_close_matches(name, known, 1, 0.8)
@@ -295,6 +318,9 @@ def _checked(config: Config, source: str) -> Config:
         if capacity and llm.max_model_len > capacity:
             message = f"{llm.max_model_len} is over num_blocks * block_size = {capacity}"
             raise ConfigError(message, f"{path}.llm.max_model_len", source)
+    http = config.http
+    if http.gateways and not http.api_keys_file and not is_loopback(http.host):
+        raise ConfigError("is not loopback; name an api_keys_file first", "http.host", source)
     run_dir = config.engine.run_dir or user_run_dir()
     size = len((run_dir + LONGEST_SOCKET).encode())
     if size > SOCKET_PATH_MAX:
@@ -303,6 +329,16 @@ def _checked(config: Config, source: str) -> Config:
     cache_dir = config.engine.cache_dir or default_cache_dir()
     engine = msgspec.structs.replace(config.engine, run_dir=run_dir, cache_dir=cache_dir)
     return msgspec.structs.replace(config, engine=engine)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches it. Changes nothing."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def default_cache_dir() -> str:

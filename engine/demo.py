@@ -42,7 +42,7 @@ def run(config: str) -> int:
         with log.open("wb") as out:
             process = subprocess.Popen(
                 [sys.executable, "-m", "engine.cli", "serve", config],
-                env={**os.environ, "ENGINE_RUN_DIR": run_dir},
+                env={**os.environ, "ENGINE_RUN_DIR": run_dir, "ENGINE_HTTP_GATEWAYS": "0"},
                 stdout=out,
                 stderr=None if sys.stderr.isatty() else out,
             )

@@ -8,6 +8,7 @@ import asyncio
 import faulthandler
 import os
 import signal
+import socket
 from collections.abc import Callable
 from typing import Final
 
@@ -16,21 +17,46 @@ import uvloop
 import zmq
 
 from engine.clock import MonotonicClock
-from engine.config import Config, ConfigError, changes, config_hash
+from engine.config import Config, ConfigError, Http, changes, config_hash
 from engine.front.main import Front
 from engine.memory import quiet_gc
 from engine.run_dir import RunDir
+from engine.supervisor.gateways import Gateways
 from engine.supervisor.main import Supervisor
 from engine.telemetry import configure_logging
 from ipc.channel import ipc_address, router
+from ipc.errors import Code, EngineError
 from ipc.messages import AdminReply
 
 ZMQ_MIN: Final = (4, 3, 5)
 FRAME_SLACK: Final = 65_536
 ADMIN_BYTES_MAX: Final = 65_536
+BACKLOG: Final = 2048
 WORKER_BYTES_MAX: Final = 64 * 1024 * 1024
 
 log = structlog.get_logger("engine")
+
+
+def listen(http: Http) -> socket.socket | None:
+    """The socket that all gateways accept from, or None without any. Raises EngineError when it cannot be had."""
+    if not http.gateways:
+        return None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(http.host, http.port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+            made.listen(BACKLOG)
+            made.setblocking(False)
+        except BaseException:
+            made.close()
+            raise
+    except OSError as error:
+        message = f"{http.host}:{http.port} cannot be listened on: {error.strerror or error}"
+        raise EngineError(Code.UNAVAILABLE, message, "http.port") from error
+    log.info("http_listening", url=f"http://{http.host}:{made.getsockname()[1]}", gateways=http.gateways)
+    return made
 
 
 class Server:
@@ -55,13 +81,17 @@ class Server:
         run_dir = RunDir(self._config.engine.run_dir)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, 65_535)
+        listening = None
         try:
-            return uvloop.run(self._serve(context))
+            listening = listen(self._config.http)
+            return uvloop.run(self._serve(context, listening))
         finally:
+            if listening is not None:
+                listening.close()
             context.destroy(0)
             run_dir.close()
 
-    async def _serve(self, context: "zmq.Context[zmq.Socket[bytes]]") -> int:
+    async def _serve(self, context: "zmq.Context[zmq.Socket[bytes]]", listening: socket.socket | None) -> int:
         loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
         config, clock = self._config, MonotonicClock()
@@ -70,7 +100,8 @@ class Server:
         admin = self._bind(context, "admin", ADMIN_BYTES_MAX, 100)
         self._front = Front(loop, config, (client, worker), clock, lambda message: self._supervisor.post(message))
         ends = (self._front.post, self.reload, self._end.set)
-        self._supervisor = Supervisor(loop, config, admin, clock, ends)
+        gateways = Gateways(config, listening, clock)
+        self._supervisor = Supervisor(loop, config, admin, clock, gateways, ends)
         self._watch_signals(loop)
         log.info("serving", run_dir=config.engine.run_dir, pid=os.getpid(), config=config_hash(config))
         self._front.start()

@@ -17,6 +17,11 @@ IDS_MAX: Final = 1_048_576  # token ids in one prompt or one emission
 ENTRIES_MAX: Final = 4_096  # entries in one EVENTS or EMISSIONS message
 CHOICES_MAX: Final = 128  # answers to one request
 LOGPROBS_MAX: Final = 20  # likeliest tokens told beside each token
+# Upper ends of the buckets of times between tokens, in seconds; the last bucket has none.
+GAP_BOUNDS: Final = (
+    *(0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -44,18 +49,25 @@ class Kind(IntEnum):
     STATUS = 5
     PING = 6
     BYE = 7
+    TOKENIZE = 8
+    METRICS = 9
+    COUNT = 10
     WELCOME = 17
     EVENTS = 18
     MODEL_LIST = 19
     STATUS_REPORT = 20
     PONG = 21
     ERROR = 22
+    TOKENIZED = 23
+    METRICS_TEXT = 24
     WORKER_HELLO = 33
     WORKER_READY = 34
     EMISSIONS = 35
     REPORT = 36
+    ANSWER = 37
     ASSIGN = 49
     WITHDRAW = 50
+    ASK = 51
     DRAIN = 65
     RELOAD = 66
     STOP = 67
@@ -80,6 +92,14 @@ class GenerateHead(Struct, frozen=True, omit_defaults=True, gc=False):
     priority: Annotated[str, Meta(max_length=16)] = ""
     tenant: OptionalName = ""
     deadline_ms: Annotated[int, Meta(ge=0, le=604_800_000)] = 0
+    traceparent: Trace = ""
+
+
+class RouteHead(Struct, frozen=True, omit_defaults=True, gc=False):
+    """A question to a worker of a route; `request` is the client's own id, and the answer carries it."""
+
+    request: Name
+    route: Route
     traceparent: Trace = ""
 
 
@@ -135,6 +155,33 @@ class Generate(Struct, frozen=True, omit_defaults=True):
     parse_special: bool = False
 
 
+class Tokenize(Struct, frozen=True, omit_defaults=True):
+    """Ids of a text, or of a conversation by the model's template; or with `ids` the text of those.
+
+    `add_special` puts before a text what a prompt begins with.
+    """
+
+    text: Prompt = ""
+    messages: Annotated[list[Message], Meta(max_length=4096)] = []
+    ids: TokenIds | None = None
+    add_special: bool = True
+    parse_special: bool = False
+
+
+class Tokenized(Struct, frozen=True):
+    """The answer to TOKENIZE: the ids and their text; `max_model_len` bounds prompt and answer together."""
+
+    ids: list[int]
+    text: str
+    max_model_len: Count
+
+
+class Counts(Struct, frozen=True, omit_defaults=True):
+    """What a gateway has answered since it last said so: requests by "ROUTE STATUS", and its open connections."""
+
+    requests: Annotated[dict[Annotated[str, Meta(max_length=96)], Count], Meta(max_length=1024)] = {}
+
+
 class Empty(Struct, frozen=True, gc=False):
     """A body without fields: CANCEL, MODELS, STATUS, PING, BYE, PONG."""
 
@@ -187,7 +234,8 @@ class TokenLogprob(Struct, frozen=True, omit_defaults=True):
 class Delta(Struct, frozen=True, omit_defaults=True, tag="delta"):
     """More of a request: `ids` are output tokens index .. index + len(ids); `text` is what they make readable.
 
-    `choice` says of which answer; `logprobs` has one entry per id where they were asked for.
+    `choice` says of which answer; `logprobs` has one entry per id where they were asked for; `prompt_tokens` is told
+    with the first of answer 0.
     """
 
     request: str
@@ -196,6 +244,7 @@ class Delta(Struct, frozen=True, omit_defaults=True, tag="delta"):
     ids: list[int]
     choice: Count = 0
     logprobs: list[TokenLogprob] = []
+    prompt_tokens: Count = 0
 
 
 class Echo(Struct, frozen=True, omit_defaults=True, tag="echo"):
@@ -407,6 +456,8 @@ class Ending(Struct, frozen=True, array_like=True, gc=False):
     position: Count
     outcome: Annotated[int, Meta(ge=0, le=3)]
     num_prompt_tokens: Count = 0
+    num_cached_tokens: Count = 0
+    reason: Annotated[str, Meta(max_length=16)] = ""
 
 
 class Outcome(IntEnum):
@@ -448,7 +499,11 @@ class Emissions(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Report(Struct, frozen=True, array_like=True, gc=False):
-    """A worker's own account, every `report_s`; counters since its start."""
+    """A worker's own account, every `report_s`; counters since its start.
+
+    `gaps` are times between a sequence's tokens since the last report, by the buckets of `GAP_BOUNDS`, `gaps_s` their
+    sum; `num_computed_tokens` are all that a device computed, the recomputed ones (after a preemption) among them.
+    """
 
     epoch: Count
     step: Count
@@ -462,6 +517,10 @@ class Report(Struct, frozen=True, array_like=True, gc=False):
     num_hit_tokens: Count
     is_idle: bool = False
     num_non_finite: Count = 0
+    gaps: Annotated[list[Count], Meta(max_length=64)] = []
+    gaps_s: Seconds = 0.0
+    num_computed_tokens: Count = 0
+    num_recomputed_tokens: Count = 0
 
 
 class Assign(Struct, frozen=True, array_like=True, gc=False):
@@ -474,6 +533,22 @@ class Assign(Struct, frozen=True, array_like=True, gc=False):
     seed: Seed
     tenant: OptionalName = ""
     traceparent: Trace = ""
+
+
+class Ask(Struct, frozen=True, array_like=True, gc=False):
+    """A question of a client that is no request: its TOKENIZE body follows as it came."""
+
+    session: Count
+    request: Name
+
+
+class Answer(Struct, frozen=True, array_like=True, gc=False):
+    """The answer to Ask; its body is forwarded unread, as TOKENIZED or as ERROR."""
+
+    epoch: Count
+    session: Count
+    request: Name
+    is_error: bool = False
 
 
 class Withdraw(Struct, frozen=True, array_like=True, gc=False):

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Final, Self, Unpack
+from typing import Any, Final, Self, Unpack
 
 import msgspec
 import zmq
@@ -20,6 +20,7 @@ from ipc.channel import Channel, Sent, client_address, dealer
 from ipc.errors import Code, EngineError, ProtocolError
 from ipc.messages import (
     FINAL,
+    Counts,
     Delta,
     Empty,
     Ended,
@@ -34,7 +35,10 @@ from ipc.messages import (
     Kind,
     Model,
     ModelList,
+    RouteHead,
     StatusReport,
+    Tokenize,
+    Tokenized,
     Welcome,
 )
 from ipc.streams import AsyncSink, Completion, Gather, Options, Sink
@@ -120,6 +124,7 @@ class AsyncClient:
         self._hello_s = hello_s
         self._open: dict[str, _Open] = {}
         self._answers: deque[tuple[Kind, asyncio.Future[codec.Frames]]] = deque()
+        self._asks: dict[str, asyncio.Future[Tokenized]] = {}
         self._numbers = itertools.count(1)
         self._welcome: Welcome | None = None
         self._welcomed: asyncio.Future[Welcome] | None = None
@@ -198,8 +203,10 @@ class AsyncClient:
         for request, entry in list(self._open.items()):
             entry.sink.put(Failed(request, Code.UNAVAILABLE.value, why, retry_after_s=1.0))
         self._open.clear()
-        while self._answers:
-            _, answer = self._answers.popleft()
+        waiting: list[asyncio.Future[Any]] = [*(answer for _, answer in self._answers), *self._asks.values()]
+        self._answers.clear()
+        self._asks.clear()
+        for answer in waiting:
             if not answer.done():
                 answer.set_exception(EngineError(Code.UNAVAILABLE, why, retry_after_s=1.0))
 
@@ -219,6 +226,10 @@ class AsyncClient:
                 self._on_welcome(codec.decode(frames[2], Welcome))
             elif kind is Kind.ERROR:
                 self._on_error(codec.decode(frames[2], Error))
+            elif kind is Kind.TOKENIZED:
+                ask = self._asks.pop(codec.decode(frames[1], Head, "head").request, None)
+                if ask is not None and not ask.done():
+                    ask.set_result(codec.decode(frames[2], Tokenized))
             elif kind is not Kind.PONG:
                 self._on_answer(kind, frames)
         except (ProtocolError, IndexError) as error:
@@ -242,6 +253,10 @@ class AsyncClient:
             self._lose(error.message)
             if was_standing:
                 self._hello()
+        elif error.request in self._asks:
+            ask = self._asks.pop(error.request)
+            if not ask.done():
+                ask.set_exception(refusal)
         elif error.request in self._open and code is not Code.DUPLICATE:
             self._open.pop(error.request).sink.put(
                 Failed(error.request, code.value, error.message, error.field, error.retry_after_s)
@@ -352,6 +367,29 @@ class AsyncClient:
                 return await answer
         except TimeoutError:
             raise EngineError(Code.UNAVAILABLE, f"no answer from {self.address}") from None
+
+    async def tokenize(self, route: str, asked: Tokenize) -> Tokenized:
+        """Ids of a text or a conversation, or the text of ids. Raises EngineError."""
+        request = f"?{next(self._numbers)}"
+        answer: asyncio.Future[Tokenized] = self._loop.create_future()
+        self._asks[request] = answer
+        try:
+            await self._send_soon(codec.message(Kind.TOKENIZE, RouteHead(request, route), asked))
+            async with asyncio.timeout(self._hello_s):
+                return await answer
+        except TimeoutError:
+            raise EngineError(Code.UNAVAILABLE, f"no answer from {self.address}", retry_after_s=1.0) from None
+        finally:
+            self._asks.pop(request, None)
+
+    async def metrics(self) -> bytes:
+        """The engine's metrics in Prometheus' text format."""
+        frames = await self._ask(Kind.METRICS, Kind.METRICS_TEXT)
+        return frames[2]
+
+    def count(self, counts: Counts) -> None:
+        """Tell the engine what was answered on its behalf; lost when it does not read."""
+        self._send(codec.message(Kind.COUNT, None, counts))
 
     async def models(self) -> list[Model]:
         """The routes that can be asked for."""

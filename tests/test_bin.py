@@ -278,7 +278,9 @@ def test_constraints_pin_everything_that_is_installed() -> None:
         assert requirement.specifier.contains(pinned[name]), f"{requirement} against {pinned[name]}"
         if name not in seen:
             seen.add(name)
-            pending += [Requirement(each) for each in importlib.metadata.requires(name) or []]
+            more = [Requirement(each) for each in importlib.metadata.requires(name) or []]
+            # A build of torch for CUDA brings libraries that it pins itself; the pins here serve every build.
+            pending += [each for each in more if name != "torch" or "platform_system" not in str(each.marker)]
     assert set(pinned) == seen
 
 

@@ -22,6 +22,7 @@ from engine.front import status
 from engine.front.admission import Admission, Limits
 from engine.front.deadlines import Deadlines
 from engine.front.desk import Desk
+from engine.front.metrics import Metrics
 from engine.front.order import Order
 from engine.front.replicas import ReplicaTable, ReplicaView
 from engine.front.requests import Request, RequestState, RequestTable, priority_class
@@ -46,9 +47,12 @@ from ipc.control import (
 )
 from ipc.errors import Code, EngineError, ProtocolError
 from ipc.messages import (
+    Answer,
+    Ask,
     Assign,
     Cancelled,
     Counters,
+    Counts,
     Emissions,
     Ending,
     Error,
@@ -62,6 +66,7 @@ from ipc.messages import (
     ModelList,
     Outcome,
     Report,
+    RouteHead,
     StatusReport,
     Withdraw,
     WorkerHello,
@@ -118,6 +123,7 @@ class Front(Actor):
         self._hopeless: set[str] = set()
         self._started_at = clock.now()
         self._is_closing = False
+        self._metrics = Metrics(clock.now())
         self.num_internal_errors = 0
         self.num_refused = 0
         self.configure(config)
@@ -180,6 +186,14 @@ class Front(Actor):
             self._desk.send(session, codec.message(Kind.MODEL_LIST, None, self.models()))
         elif kind is Kind.STATUS:
             self._desk.send(session, codec.message(Kind.STATUS_REPORT, None, self.status()))
+        elif kind is Kind.TOKENIZE:
+            self._on_tokenize(session, codec.decode(message[1], RouteHead, "head"), message)
+        elif kind is Kind.METRICS:
+            self._desk.send(session, [*codec.message(Kind.METRICS_TEXT, None), self.metrics()])
+        elif kind is Kind.COUNT:
+            if len(message) != 3:
+                raise ProtocolError("the body frame is missing")
+            self._metrics.count_http(codec.decode(message[2], Counts))
         else:
             raise ProtocolError(f"{kind.name} is not for the client socket", Code.UNSUPPORTED)
 
@@ -193,6 +207,7 @@ class Front(Actor):
             request = self._accept(session, head, message)
         except (EngineError, ProtocolError) as error:
             self.num_refused += 1
+            self._metrics.observe_refusal(head.route if head.route in self._plans else "", error.code)
             retry_after_s = error.retry_after_s if isinstance(error, EngineError) else 0.0
             failed = Failed(head.request, error.code, error.message, error.field, retry_after_s)
             self._desk.tell(session, failed)
@@ -239,9 +254,41 @@ class Front(Actor):
             num_choices=num_choices,
         )
         self._table.add(request)
+        self._metrics.observe_arrival(request.route, now)
         session.requests[head.request] = request.number
         plan.order.push(request)
         return request
+
+    def _on_tokenize(self, session: Session, head: RouteHead, message: Frames) -> None:
+        """To any worker of the route that serves: it costs no seat. Lost with it; the client's wait is bounded."""
+        error: EngineError | None = None
+        views = [view for view in self._replicas.by_slot.values() if view.route == head.route and view.can_answer]
+        if len(message) != 3:
+            raise ProtocolError("TOKENIZE has an envelope, a head and a body", Code.INVALID, "body")
+        if head.route not in self._plans:
+            error = EngineError(Code.NOT_FOUND, f"no route {head.route}", "route")
+        elif not views:
+            error = EngineError(Code.UNAVAILABLE, f"no replica of route {head.route} serves", retry_after_s=1.0)
+        else:
+            view = min(views, key=lambda each: len(each.in_flight))
+            ask = [
+                view.identity,
+                codec.ENVELOPES[Kind.ASK],
+                codec.encode(Ask(session.number, head.request)),
+                message[2],
+            ]
+            if self._workers.send_nowait(ask) is not Sent.YES:
+                error = EngineError(Code.OVERLOADED, "the worker does not read now", retry_after_s=0.1)
+        if error is not None:
+            refusal = Error(error.code, error.message, error.field, head.request, error.retry_after_s)
+            self._desk.error(session, refusal)
+
+    def _on_answer(self, view: ReplicaView, answer: Answer, message: Frames) -> None:
+        session = self._desk.sessions.of_number(answer.session)
+        if session is not None and answer.epoch == view.epoch and len(message) == 3:
+            kind = Kind.ERROR if answer.is_error else Kind.TOKENIZED
+            head = codec.encode(Head(answer.request))
+            self._desk.send(session, [codec.ENVELOPES[kind], head, message[2]])
 
     def _on_cancel(self, session: Session, name: str) -> None:
         number = session.requests.get(name)
@@ -290,6 +337,7 @@ class Front(Actor):
         )
         if sent is Sent.YES:
             view.assign(request.number, request.cost, request.num_choices)
+            self._metrics.observe_dispatch(request, self._clock.now())
         else:
             view.is_clogged = True
             self._table.requeue(request)
@@ -309,11 +357,12 @@ class Front(Actor):
         if session is not None and event is not None:
             self._desk.tell(session, event)
 
-    def _forget(self, request: Request, state: RequestState) -> None:
+    def _forget(self, request: Request, state: RequestState, reason: str = "") -> None:
         session = self._desk.sessions.of_number(request.session)
         if session is not None:
             session.requests.pop(request.name, None)
         self._table.end(request, state)
+        self._metrics.observe_end(request, reason or state.value, self._clock.now())
         self._admission.observe_end(request.route, self._clock.now())
         if self._is_closing and not len(self._table):
             self._supervise(Drained())
@@ -355,6 +404,8 @@ class Front(Actor):
                 self._table.num_stale += 1  # a worker of an older epoch
             elif kind is Kind.EMISSIONS:
                 self._on_emissions(view, codec.decode(message[1], Emissions, "head"), message)
+            elif kind is Kind.ANSWER:
+                self._on_answer(view, codec.decode(message[1], Answer, "head"), message)
             elif kind is Kind.REPORT:
                 self._on_report(view, codec.decode(message[1], Report, "head"))
             elif kind is Kind.WORKER_READY:
@@ -380,6 +431,9 @@ class Front(Actor):
             raise ProtocolError("the columns of these emissions do not fit together")
         rejected = self._table.accept(view.slot, emissions)
         view.outstanding -= len(emissions.ids)
+        if self._table.started:
+            self._metrics.observe_started(self._table.started, self._clock.now())
+            self._table.started.clear()
         session = self._desk.sessions.of_number(emissions.session)
         if session is not None:
             if rejected:
@@ -412,7 +466,8 @@ class Front(Actor):
             return
         if ending.outcome == Outcome.FINISHED:
             self._admission.observe_prompt(request.route, len(request.body), ending.num_prompt_tokens)
-            self._forget(request, RequestState.FINISHED)
+            self._metrics.observe_usage(request, ending)
+            self._forget(request, RequestState.FINISHED, ending.reason)
         else:
             self._forget(request, RequestState.FAILED)
 
@@ -420,6 +475,7 @@ class Front(Actor):
         if told.epoch != view.epoch:
             return
         view.report = told
+        self._metrics.observe_report(view.route, told)
         plan = self._plans[view.route]
         plan.router.observe(view.slot, view.epoch, told.busy_s, told.step, told.num_tokens)
         if view.is_clogged:
@@ -435,6 +491,7 @@ class Front(Actor):
         view = self._replicas.current(order.slot, order.epoch)
         if view is not None:
             view.is_admitted = True
+            view.admitted_at = self._clock.now()
             self._pump(self._plans[view.route])
 
     def _on_pause(self, order: Pause) -> None:
@@ -490,6 +547,11 @@ class Front(Actor):
         speeds = {slot: self._plans[view.route].router.tokens_per_s(slot) for slot, view in views.items()}
         identity = (__version__, os.getpid(), self._clock.now() - self._started_at)
         return status.assemble(self._placed, identity, queued, (views, speeds), self.statistics())
+
+    def metrics(self) -> bytes:
+        """Everything that is measured, in Prometheus' text format. Changes the averages that are over time."""
+        queued = {route: len(plan.order) for route, plan in self._plans.items()}
+        return self._metrics.render(self.status(), self._replicas.by_slot, queued, self._clock.now())
 
     def statistics(self) -> Counters:
         """Everything that is counted. Changes nothing."""

@@ -26,6 +26,7 @@ class ReplicaView:
     identity: bytes = b""
     ready: WorkerReady | None = None
     is_admitted: bool = False
+    admitted_at: float = 0.0
     is_paused: bool = False
     is_clogged: bool = False  # its socket was full: no new work before it has reported again
     in_flight: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -44,6 +45,11 @@ class ReplicaView:
         cost, num_seats = self.in_flight.pop(number, (0, 0))
         self.num_taken -= num_seats
         self.outstanding = max(0, self.outstanding - max(0, cost - num_emitted)) if self.in_flight else 0
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether it may be asked what costs no seat."""
+        return self.is_admitted and not self.is_clogged and self.ready is not None
 
     @property
     def can_take(self) -> bool:

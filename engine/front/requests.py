@@ -80,6 +80,8 @@ class Request:
     cost: int
     arrived_at: float
     deadline_at: float = inf
+    dispatched_at: float = 0.0
+    started_at: float = 0.0
     seed: int = 0
     body: bytes = b""
     traceparent: str = ""
@@ -114,7 +116,16 @@ class RequestStatistics(Struct, frozen=True):
 class RequestTable:
     """Open requests by number. Numbers are never reused."""
 
-    __slots__ = ("_by_number", "_ended", "_next_number", "_requests_max", "num_queued", "num_stale", "num_tokens")
+    __slots__ = (
+        "_by_number",
+        "_ended",
+        "_next_number",
+        "_requests_max",
+        "num_queued",
+        "num_stale",
+        "num_tokens",
+        "started",
+    )
 
     def __init__(self, requests_max: int) -> None:
         self._requests_max = requests_max
@@ -124,6 +135,7 @@ class RequestTable:
         self.num_queued = 0
         self.num_stale = 0
         self.num_tokens = 0
+        self.started: list[Request] = []  # those whose first ids came since somebody last took this list
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -205,6 +217,7 @@ class RequestTable:
             num_tokens += count
             if request.state is not streaming and count:
                 request.state = advance(request.state, streaming)
+                self.started.append(request)
         self.num_tokens += num_tokens
         self.num_stale += len(rejected)
         return rejected

@@ -85,6 +85,7 @@ class Scheduler:
         self._arrivals = 0
         self._num_in_flight = 0
         self.num_preemptions = 0
+        self.num_recomputed = 0  # tokens computed again after a preemption
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence in. Raises EngineError naming the field when it can never run, or when too many wait."""
@@ -165,9 +166,11 @@ class Scheduler:
         self._num_in_flight += 1
         return Step(chunks, limits.max_batched_tokens - budget)
 
-    @staticmethod
-    def _reserve(sequence: Sequence, start: int, length: int, is_sampled: bool) -> Chunk:
-        sequence.num_computed = start + length
+    def _reserve(self, sequence: Sequence, start: int, length: int, is_sampled: bool) -> Chunk:
+        sequence.num_computed = end = start + length
+        if start < sequence.num_ever_computed:
+            self.num_recomputed += min(end, sequence.num_ever_computed) - start
+        sequence.num_ever_computed = max(end, sequence.num_ever_computed)
         sequence.num_in_flight += 1
         if is_sampled:
             sequence.num_pending += 1

@@ -80,6 +80,7 @@ class Sequence:
     arrival: int = 0
     seat: int = -1
     num_computed: int = 0
+    num_ever_computed: int = 0  # as far as it has been, before what it lost by preemption
     num_pending: int = 0
     num_in_flight: int = 0
     num_cached_tokens: int = 0

@@ -20,6 +20,7 @@ import zmq
 from engine.clock import Clock
 from engine.config import Config, Deployment, config_hash
 from engine.supervisor.deployment import engine_state, route_report
+from engine.supervisor.gateways import Gateways
 from engine.supervisor.process import WorkerProcess, spawn
 from engine.supervisor.replica import Action, Move, Replica, RestartPolicy, Seen, Target, apply, decide
 from engine.supervisor.states import ReplicaState
@@ -77,6 +78,7 @@ class Supervisor(Actor):
         config: Config,
         socket: zmq.Socket[bytes],
         clock: Clock,
+        gateways: Gateways,
         ends: tuple[Callable[[object], None], Callable[[], AdminReply], Callable[[], None]],
     ) -> None:
         """`ends` are: post to the front, reload the configuration, everything has ended."""
@@ -84,6 +86,7 @@ class Supervisor(Actor):
         self._config = config
         self._clock = clock
         self._admin = Channel(socket)
+        self._gateways = gateways
         self._tell_front, self._reload, self._on_end = ends
         self._kept: list[_Kept] = []
         self._questions: dict[int, bytes] = {}
@@ -142,7 +145,8 @@ class Supervisor(Actor):
                 self._state = placed.state
                 log.info(f"engine_{placed.state}", after_s=round(now - self._started_at, 2))
             self._tell_front(placed)
-        if self._is_stopping and not self._has_ended and self._all_stopped():
+        self._gateways.look()
+        if self._is_stopping and not self._has_ended and self._all_stopped() and self._gateways.are_gone:
             self._has_ended = True
             self._on_end()
 
@@ -332,6 +336,7 @@ class Supervisor(Actor):
 
     def _stop_all(self) -> None:
         self._is_stopping = True
+        self._gateways.end()
         for kept in self._kept:
             kept.replica.target = Target.STOP
             kept.is_empty = True  # drained, or out of time
@@ -346,6 +351,7 @@ class Supervisor(Actor):
     def stop_now(self) -> None:
         """Kill every worker and end."""
         log.warning("stopping_now")
+        self._gateways.kill()
         for kept in self._kept:
             if kept.process is not None:
                 kept.process.send(signal.SIGKILL)

@@ -43,8 +43,10 @@ class WorkerProcess:
         os.close(self._death_fd)
 
 
-def spawn(module: str, environment: Mapping[str, str], page_fd: int) -> WorkerProcess:
-    """Start `python -m module` as a child that dies with this process. Raises RuntimeError off the main thread.
+def spawn(module: str, environment: Mapping[str, str], fd: int, fd_name: str = PAGE_FD) -> WorkerProcess:
+    """Start `python -m module` as a child that dies with this process, and inherits `fd`, told by `fd_name`.
+
+    Raises RuntimeError off the main thread.
 
     The child is exec'ed, never forked: it shares no device context and no lock with its parent. A terminal's Ctrl-C
     does not reach it, since it has a session of its own. PR_SET_PDEATHSIG follows the thread that forked: hence the
@@ -61,9 +63,9 @@ def spawn(module: str, environment: Mapping[str, str], page_fd: int) -> WorkerPr
                 **environment,
                 PARENT_PID: str(os.getpid()),
                 DEATH_FD: str(read_end),
-                PAGE_FD: str(page_fd),
+                fd_name: str(fd),
             },
-            pass_fds=(read_end, page_fd),
+            pass_fds=(read_end, fd),
             start_new_session=True,
         )
     except BaseException:

@@ -15,7 +15,7 @@ from engine.llm.sequence import Sampling, Sequence
 from engine.worker.live import Answer, Live
 from engine.worker.loaded import Loaded
 from ipc.errors import Code, EngineError
-from ipc.messages import Assign, Generate
+from ipc.messages import Assign, Generate, Message, Tokenize, Tokenized
 
 LONG_TEXT: Final = 16 * 1024  # characters: about 5 ms of a tokenizer
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -64,6 +64,21 @@ class Intake:
         del self._pending[number]
         pending.future.cancel()
         return pending.assign
+
+    def tokenize(self, asked: Tokenize) -> Tokenized:
+        """Ids of a text or a conversation, or the text of ids. Raises EngineError naming the field."""
+        tokenizer = self._loaded.tokenizer
+        if asked.ids is not None:
+            tokenizer.check(asked.ids)
+            text = b"".join(map(tokenizer.token_bytes, asked.ids)).decode(errors="replace")
+            return Tokenized(asked.ids, text, self._max_model_len)
+        if asked.messages:
+            ids = self._template_ids(asked.messages)
+        elif asked.add_special or asked.parse_special:
+            ids = tokenizer.encode_prompt(asked.text, asked.parse_special)
+        else:
+            ids = tokenizer.encode(asked.text)
+        return Tokenized(ids, asked.text, self._max_model_len)
 
     def _live(self, assign: Assign, generate: Generate) -> Live:
         self._check(generate)
@@ -135,20 +150,23 @@ class Intake:
         if generate.messages:
             if prompt:
                 raise EngineError(Code.INVALID, "prompt and messages exclude each other", "messages")
-            template = self._loaded.template
-            if template is None:
-                raise EngineError(Code.INVALID, "this model has no chat template; send a prompt", "messages")
-            turns = []
-            for index, each in enumerate(generate.messages):
-                if each.role not in ROLES:
-                    message = f"there is no role {each.role[:64]!r}; there are {', '.join(ROLES)}"
-                    raise EngineError(Code.INVALID, message, f"messages[{index}].role")
-                turns.append({"role": ROLES[each.role], "content": each.content})
-            return template.ids(turns, tokenizer.encode)
+            return self._template_ids(generate.messages)
         if isinstance(prompt, str):
             return tokenizer.encode_prompt(prompt, generate.parse_special)
         tokenizer.check(prompt)
         return prompt
+
+    def _template_ids(self, messages: list[Message]) -> list[int]:
+        template = self._loaded.template
+        if template is None:
+            raise EngineError(Code.INVALID, "this model has no chat template; send a prompt", "messages")
+        turns = []
+        for index, each in enumerate(messages):
+            if each.role not in ROLES:
+                message = f"there is no role {each.role[:64]!r}; there are {', '.join(ROLES)}"
+                raise EngineError(Code.INVALID, message, f"messages[{index}].role")
+            turns.append({"role": ROLES[each.role], "content": each.content})
+        return template.ids(turns, self._loaded.tokenizer.encode)
 
 
 def _sampling(generate: Generate) -> Sampling | None:

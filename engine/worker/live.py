@@ -42,6 +42,7 @@ class Answer:
     held_ids: list[int] = field(default_factory=list)
     held_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_emitted: int = 0
+    last_at: float = 0.0  # when its last token was committed
 
 
 @dataclass(slots=True)
@@ -134,7 +135,8 @@ class StepEntries:
         index, choice = answer.num_emitted, answer.sequence.choice
         answer.num_emitted = index + len(ids)
         if live.is_stream:
-            payload = codec.encode(Delta(live.name, index, text, ids, choice, logprobs))
+            prompt_tokens = 0 if index or choice else answer.sequence.num_prompt_tokens
+            payload = codec.encode(Delta(live.name, index, text, ids, choice, logprobs, prompt_tokens))
         else:
             payload = b""
             answer.held_text.append(text)
@@ -166,8 +168,13 @@ class StepEntries:
 
     def _end(self, live: Live, outcome: Outcome) -> None:
         """The next entry is the last of this request."""
-        num_prompt_tokens = live.answers[0].sequence.num_prompt_tokens if live.answers else 0
-        self.endings.append(Ending(len(self.numbers), outcome, num_prompt_tokens))
+        position = len(self.numbers)
+        if live.answers:
+            first = live.answers[0]
+            told = first.sequence.num_prompt_tokens, first.sequence.num_cached_tokens, first.reason
+            self.endings.append(Ending(position, outcome, *told))
+        else:
+            self.endings.append(Ending(position, outcome))
 
     def add_failure(self, live: Live, event: Event, outcome: Outcome) -> None:
         """The last entry of a request that broke or was refused."""

@@ -6,6 +6,7 @@ one request fails that request; a fault in a step ends the process, and the supe
 
 import signal
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +21,29 @@ from engine.llm.runner import Handle
 from engine.llm.scheduler import Emission, Scheduler, Step
 from engine.llm.sequence import FinishReason, Sequence
 from engine.worker.intake import Intake
-from engine.worker.live import Answer, Live, StepEntries, told
+from engine.worker.live import Answer as Choice
+from engine.worker.live import Live, StepEntries, told
 from engine.worker.loaded import Loaded
 from ipc import codec
 from ipc.channel import Channel, Sent
 from ipc.errors import Code, EngineError, ProtocolError
 from ipc.health import PageWriter, Phase
-from ipc.messages import Assign, Failed, Generate, Kind, Outcome, Report, TokenLogprob, Withdraw
+from ipc.messages import (
+    GAP_BOUNDS,
+    Answer,
+    Ask,
+    Assign,
+    Error,
+    Failed,
+    Generate,
+    Kind,
+    Outcome,
+    Report,
+    Tokenize,
+    Tokenized,
+    TokenLogprob,
+    Withdraw,
+)
 
 REPORT_S: Final = 0.1
 IDLE_REPORT_S: Final = 1.0
@@ -76,6 +93,9 @@ class WorkerLoop:
         self._report_at = 0.0
         self._audit_at = 0.0
         self._num_non_finite = 0
+        self._num_computed = 0
+        self._gaps = [0] * (len(GAP_BOUNDS) + 1)
+        self._gaps_s = 0.0
         self._num_stops = 0
         self._was_idle = True
 
@@ -114,11 +134,25 @@ class WorkerLoop:
                 self._on_assign(codec.decode(frames[1], Assign, "head"), frames[2])
             elif kind is Kind.WITHDRAW:
                 self._on_withdraw(codec.decode(frames[1], Withdraw, "head"))
+            elif kind is Kind.ASK:
+                self._on_ask(codec.decode(frames[1], Ask, "head"), frames[2])
             elif kind is Kind.ERROR:
                 raise SystemExit(75)  # the front does not know this worker: another one has its slot
         if len(self._intake):
             self._collect()
         self._send_entries()
+
+    def _on_ask(self, ask: Ask, body: bytes) -> None:
+        """Tokens of a text or a text of tokens: nothing is scheduled."""
+        reply: Tokenized | Error
+        try:
+            reply = self._intake.tokenize(codec.decode(body, Tokenize))
+        except (EngineError, ProtocolError) as error:
+            reply = Error(error.code, error.message, error.field, ask.request)
+        except Exception as error:  # noqa: BLE001 - the boundary around one request
+            reply = Error("internal", f"{type(error).__name__}: {error}", "", ask.request)
+        head = Answer(self._settings.epoch, ask.session, ask.request, isinstance(reply, Error))
+        self._send([codec.ENVELOPES[Kind.ANSWER], codec.encode(head), codec.encode(reply)])
 
     def _on_assign(self, assign: Assign, body: bytes) -> None:
         self._try(assign, lambda: self._intake.take(assign, codec.decode(body, Generate)))
@@ -189,6 +223,7 @@ class WorkerLoop:
             if not self._in_flight:
                 self._busy_since = now
             self._num_steps += 1
+            self._num_computed += step.num_tokens
             self._page.step(self._num_steps, [chunk.sequence.request for chunk in step.chunks])
             self._page.enter(Phase.STEPPING, self._patience_s())
             self._in_flight.append(_InFlight(step, self._runner.launch(rows(step))))
@@ -250,6 +285,8 @@ class WorkerLoop:
     def _detokenize(self, emissions: list[Emission], logprobs: dict[tuple[int, int], list[TokenLogprob]]) -> bool:
         """Turn committed ids into entries. True when a stop string was found, which changes what may run next."""
         stopped = False
+        now = time.monotonic()
+        gaps = self._gaps
         for emission in emissions:
             sequence, ids, reason = emission.sequence, emission.ids, emission.reason
             live = self._lives.get(sequence.request)
@@ -260,6 +297,11 @@ class WorkerLoop:
                 continue
             answer = live.answers[sequence.choice]
             detokenizer = answer.detokenizer
+            if answer.last_at:
+                gap_s = now - answer.last_at
+                gaps[bisect_left(GAP_BOUNDS, gap_s)] += 1
+                self._gaps_s += gap_s
+            answer.last_at = now
             text = detokenizer.push(ids)
             if detokenizer.is_stopped and reason is None:
                 self._scheduler.finish(sequence.request, FinishReason.STOP, sequence.choice)
@@ -272,7 +314,7 @@ class WorkerLoop:
         return stopped
 
     def _end(
-        self, live: Live, answer: Answer, ids: list[int], text: str, how: tuple[FinishReason, list[TokenLogprob]]
+        self, live: Live, answer: Choice, ids: list[int], text: str, how: tuple[FinishReason, list[TokenLogprob]]
     ) -> None:
         """An answer has ended, and with the last one its request."""
         reason, scores = how
@@ -340,7 +382,12 @@ class WorkerLoop:
             counted.num_hit_tokens,
             is_idle,
             self._num_non_finite,
+            self._gaps,
+            self._gaps_s,
+            self._num_computed,
+            self._scheduler.num_recomputed,
         )
+        self._gaps, self._gaps_s = [0] * (len(GAP_BOUNDS) + 1), 0.0
         self._send([codec.ENVELOPES[Kind.REPORT], codec.encode(report)])
 
     def _idle(self) -> None:

@@ -20,12 +20,17 @@ MESSAGES = {
     Kind.STATUS: (m.Head(), m.Empty()),
     Kind.PING: (HEAD, m.Empty()),
     Kind.BYE: (m.Head(), m.Empty()),
+    Kind.TOKENIZE: (m.RouteHead("?1", "sim"), m.Tokenize("hi", add_special=False)),
+    Kind.METRICS: (m.Head(), m.Empty()),
+    Kind.COUNT: (m.Head(), m.Counts({"/v1/models 200": 3})),
     Kind.WELCOME: (m.Head(), m.Welcome(1, 0, 5, 1.0, 5, 1_048_576, 8192)),
     Kind.EVENTS: (m.EventsHead([3, 4]), None),
     Kind.MODEL_LIST: (m.Head(), m.ModelList([m.Model("sim", True, 2048, "sim-1")])),
     Kind.STATUS_REPORT: (m.Head(), REPORT),
     Kind.PONG: (m.Head(), m.Empty()),
     Kind.ERROR: (m.Head(request="1"), m.Error("invalid", "no", "prompt", "1", 0.5)),
+    Kind.TOKENIZED: (m.Head(request="?1"), m.Tokenized([104, 105], "hi", 2048)),
+    Kind.METRICS_TEXT: (m.Head(), None),
     Kind.WORKER_HELLO: (m.WorkerHello("token", 0, 3, 99), None),
     Kind.WORKER_READY: (m.WorkerReady(3, 64, 8192, 16, 2048, "sim-1", True), None),
     Kind.EMISSIONS: (
@@ -33,8 +38,10 @@ MESSAGES = {
         None,
     ),
     Kind.REPORT: (m.Report(3, 9, 0.25, 100, 2, 1, 8000, 50, 0, 32, True), None),
+    Kind.ANSWER: (m.Answer(3, 5, "?1", True), None),
     Kind.ASSIGN: (m.Assign(11, 1, 5, "1", 42, "tenant", "t"), None),
     Kind.WITHDRAW: (m.Withdraw(11, 1), None),
+    Kind.ASK: (m.Ask(5, "?1"), None),
     Kind.DRAIN: (m.Head(), m.Drain(2)),
     Kind.RELOAD: (m.Head(), m.Empty()),
     Kind.STOP: (m.Head(), m.Stop(True)),
@@ -88,8 +95,8 @@ FRAMES = {
     ),
     Kind.WORKER_HELLO: ("454e012100/95a5746f6b656e00036301"),
     Kind.WORKER_READY: ("454e012200/980340cd200010cd0800a573696d2d31c3a0"),
-    Kind.EMISSIONS: ("454e012300/9b030905920b0c92010192000792010293414243921e00919301000490"),
-    Kind.REPORT: ("454e012400/9c0309cb3fd0000000000000640201cd1f40320020c300"),
+    Kind.EMISSIONS: ("454e012300/9b030905920b0c92010192000792010293414243921e00919501000400a090"),
+    Kind.REPORT: ("454e012400/dc00100309cb3fd0000000000000640201cd1f40320020c30090cb00000000000000000000"),
     Kind.ASSIGN: ("454e013100/970b0105a1312aa674656e616e74a174"),
     Kind.WITHDRAW: ("454e013200/920b01"),
     Kind.DRAIN: ("454e014100/80/81a4736c6f7402"),
@@ -98,6 +105,17 @@ FRAMES = {
     Kind.ADMIN_REPLY: (
         "454e015100/80/83a26f6bc3a76d657373616765a4646f6e65a76368616e67656491ae66726f6e742e7363616e5f6d6178"
     ),
+    Kind.TOKENIZE: (
+        "454e010800/82a772657175657374a23f31a5726f757465a373696d/82a474657874a26869ab6164645f7370656369616cc2"
+    ),
+    Kind.METRICS: ("454e010900/80/80"),
+    Kind.COUNT: ("454e010a00/80/81a8726571756573747381ae2f76312f6d6f64656c732032303003"),
+    Kind.TOKENIZED: (
+        "454e011700/81a772657175657374a23f31/83a3696473926869a474657874a26869ad6d61785f6d6f64656c5f6c656ecd0800"
+    ),
+    Kind.METRICS_TEXT: ("454e011800/80"),
+    Kind.ANSWER: ("454e012500/940305a23f31c3"),
+    Kind.ASK: ("454e013300/9205a23f31"),
 }
 
 EVENT_BYTES = {
@@ -137,4 +155,6 @@ OLDER_FRAMES = [
     (Kind.WORKER_READY, ("454e012200/970340cd200010cd0800a573696d2d31c3")),
     (Kind.EMISSIONS, ("454e012300/9a030905920b0c92010192000792010293414243921e009193010004")),
     (Kind.REPORT, ("454e012400/9b0309cb3fd0000000000000640201cd1f40320020c3")),
+    (Kind.EMISSIONS, ("454e012300/9b030905920b0c92010192000792010293414243921e00919301000490")),
+    (Kind.REPORT, ("454e012400/9c0309cb3fd0000000000000640201cd1f40320020c300")),
 ]

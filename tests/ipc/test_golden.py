@@ -78,6 +78,10 @@ def test_the_specification_lists_every_kind():
         messages.Drain,
         messages.Stop,
         messages.AdminReply,
+        messages.RouteHead,
+        messages.Tokenize,
+        messages.Tokenized,
+        messages.Counts,
     ],
 )
 def test_the_specification_names_every_field_of_a_map(struct: type[msgspec.Struct]):
@@ -100,6 +104,8 @@ def test_the_specification_names_every_field_of_a_report(struct: type[msgspec.St
         messages.Report,
         messages.Assign,
         messages.Withdraw,
+        messages.Ask,
+        messages.Answer,
     ],
 )
 def test_the_specification_has_the_positions_of_an_array(struct: type[msgspec.Struct]):

@@ -4,6 +4,7 @@ Knows the command line and the sockets, nothing inside. Used by the tests of thi
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 20.0
 # The suite can run its engines under `python -O`, where assertions are compiled away.
 OPTIMIZE = {"PYTHONOPTIMIZE": "1"} if os.environ.get("ENGINE_TEST_OPTIMIZE") else {}
+# Engines of tests have no HTTP door unless they ask for one, and then on a free port.
+HTTP = {"ENGINE_HTTP_GATEWAYS": "0", "ENGINE_HTTP_PORT": "0"}
 
 SIM = """
 [[deployment]]
@@ -99,7 +102,7 @@ class EngineProcess:
                 cwd=ROOT,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "ENGINE_RUN_DIR": self.run_dir, **OPTIMIZE, **self.environment},
+                env={**os.environ, "ENGINE_RUN_DIR": self.run_dir, **HTTP, **OPTIMIZE, **self.environment},
             )
         return self
 
@@ -108,6 +111,12 @@ class EngineProcess:
         if self.process is None:
             raise RuntimeError("not started")
         return self.process.pid
+
+    @property
+    def url(self) -> str:
+        """Where the HTTP door listens; for engines with HTTP["ENGINE_HTTP_GATEWAYS"] set to 1."""
+        found = until(lambda: re.search(r"url=(http://\S+)", self.log()), what="the address of the HTTP door")
+        return str(found[1])
 
     def log(self) -> str:
         return (self.directory / "log").read_text(errors="replace")
