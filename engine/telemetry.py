@@ -20,6 +20,6 @@ def configure_logging(level: str) -> None:
             else structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),  # whole lines: several processes write there
         cache_logger_on_first_use=True,
     )

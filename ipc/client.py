@@ -15,7 +15,7 @@ from ipc.channel import client_address, default_run_dir
 from ipc.errors import EngineError
 from ipc.messages import FINAL, Event, Model, StatusReport
 from ipc.session import HELLO_S, AsyncClient, AsyncStream, ClientStatistics
-from ipc.streams import Completion, Options, ThreadSink
+from ipc.streams import Completion, Options, Stored, ThreadSink
 
 __all__ = [
     "AsyncClient",
@@ -24,6 +24,7 @@ __all__ = [
     "ClientStatistics",
     "Completion",
     "Options",
+    "Stored",
     "Stream",
     "client_address",
     "default_run_dir",
@@ -108,9 +109,17 @@ class Client:
         request: str = self._run(self._client.submit, route, prompt, sink, True, options)
         return Stream(self, request, sink)
 
-    def cancel(self, request: str) -> None:
+    def cancel(self, request: str, tenant: str = "") -> None:
         """Ask for an end; the final event tells whether it came in time."""
-        self._run(self._client.cancel, request)
+        self._run(self._client.cancel, request, tenant)
+
+    def fetch(self, request: str, tenant: str = "") -> Stored:
+        """What the engine keeps of a request (`keep_s`), from any session of its tenant. Raises EngineError."""
+        return self._run(self._client.fetch, request, tenant)
+
+    def forget(self, request: str, tenant: str = "") -> Stored:
+        """As `fetch`, for the last time; ends the request if it still runs. Raises EngineError."""
+        return self._run(self._client.forget, request, tenant)
 
     def models(self) -> list[Model]:
         """The routes that can be asked for."""

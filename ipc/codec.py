@@ -27,8 +27,10 @@ from ipc.messages import (
     GenerateHead,
     Head,
     Hello,
+    Kept,
     Kind,
     ModelList,
+    OwnerHead,
     Report,
     RouteHead,
     StatusReport,
@@ -57,7 +59,7 @@ _KINDS: Final[dict[bytes, Kind]] = {envelope: kind for kind, envelope in ENVELOP
 SHAPES: Final[dict[Kind, tuple[type[msgspec.Struct], type[msgspec.Struct] | None]]] = {
     Kind.HELLO: (Head, Hello),
     Kind.GENERATE: (GenerateHead, Generate),
-    Kind.CANCEL: (Head, Empty),
+    Kind.CANCEL: (OwnerHead, Empty),
     Kind.MODELS: (Head, Empty),
     Kind.STATUS: (Head, Empty),
     Kind.PING: (Head, Empty),
@@ -65,6 +67,8 @@ SHAPES: Final[dict[Kind, tuple[type[msgspec.Struct], type[msgspec.Struct] | None
     Kind.TOKENIZE: (RouteHead, Tokenize),
     Kind.METRICS: (Head, Empty),
     Kind.COUNT: (Head, Counts),
+    Kind.FETCH: (OwnerHead, Empty),
+    Kind.FORGET: (OwnerHead, Empty),
     Kind.WELCOME: (Head, Welcome),
     Kind.EVENTS: (EventsHead, None),
     Kind.MODEL_LIST: (Head, ModelList),
@@ -73,6 +77,7 @@ SHAPES: Final[dict[Kind, tuple[type[msgspec.Struct], type[msgspec.Struct] | None
     Kind.ERROR: (Head, Error),
     Kind.TOKENIZED: (Head, Tokenized),
     Kind.METRICS_TEXT: (Head, None),
+    Kind.KEPT: (Head, Kept),
     Kind.WORKER_HELLO: (WorkerHello, None),
     Kind.WORKER_READY: (WorkerReady, None),
     Kind.EMISSIONS: (Emissions, None),
@@ -159,27 +164,44 @@ def events(entries: list[Event]) -> Frames:
     return [ENVELOPES[Kind.EVENTS], encode(head), b"".join(payloads)]
 
 
+def pieces(lengths: list[int], body: bytes) -> list[bytes]:
+    """The payloads of these lengths, one after the other; an empty one for a length of 0."""
+    parts: list[bytes] = []
+    end = 0
+    for length in lengths:
+        start, end = end, end + length
+        parts.append(body[start:end])
+    return parts
+
+
 def without(lengths: list[int], body: bytes, rejected: list[int]) -> tuple[bytes, bytes]:
     """Head and body of an EVENTS message with the payloads of these positions left out."""
-    kept: list[bytes] = []
-    end = 0
-    for position, length in enumerate(lengths):
-        start, end = end, end + length
-        if length and position not in rejected:
-            kept.append(body[start:end])
+    parts = pieces(lengths, body)
+    kept = [part for position, part in enumerate(parts) if part and position not in rejected]
     return encode(EventsHead([len(payload) for payload in kept])), b"".join(kept)
 
 
 def decode_events(frames: Frames) -> list[Event]:
     """The entries of an EVENTS message. Raises ProtocolError when lengths and body disagree."""
-    head = decode(frames[1], EventsHead, "head")
-    body = memoryview(frames[2]) if len(frames) > 2 else memoryview(b"")
-    if sum(head.lengths) != len(body):
+    return _events(decode(frames[1], EventsHead, "head").lengths, frames[2] if len(frames) > 2 else b"")
+
+
+def decode_kept(frames: Frames) -> tuple[Kept, bytes, list[Event]]:
+    """A KEPT: what it is, its note, its events so far. Raises ProtocolError."""
+    if len(frames) != 5:
+        raise ProtocolError("KEPT has an envelope, a head, a body, a note and events")
+    kept = decode(frames[2], Kept)
+    return kept, frames[3], _events(kept.lengths, frames[4])
+
+
+def _events(lengths: list[int], data: bytes) -> list[Event]:
+    body = memoryview(data)
+    if sum(lengths) != len(body):
         raise ProtocolError("the lengths do not add up to the body", field="lengths")
     entries: list[Event] = []
     end = 0
     try:
-        for length in head.lengths:
+        for length in lengths:
             start, end = end, end + length
             entries.append(_event_decoder.decode(body[start:end]))
     except (msgspec.DecodeError, RecursionError) as error:

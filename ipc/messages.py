@@ -36,6 +36,14 @@ Trace = Annotated[str, Meta(max_length=64)]
 Prompt = Annotated[str, Meta(max_length=16 * 1024 * 1024)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
+# What a chat template is told beside the messages; text, numbers and truth values alone.
+TemplateArgs = Annotated[
+    dict[
+        Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")],
+        bool | Annotated[int, Meta(ge=-(2**53), le=2**53)] | float | Annotated[str, Meta(max_length=1024)] | None,
+    ],
+    Meta(max_length=16),
+]
 Entries = Annotated[list[Count], Meta(max_length=ENTRIES_MAX)]
 
 
@@ -52,6 +60,8 @@ class Kind(IntEnum):
     TOKENIZE = 8
     METRICS = 9
     COUNT = 10
+    FETCH = 11
+    FORGET = 12
     WELCOME = 17
     EVENTS = 18
     MODEL_LIST = 19
@@ -60,6 +70,7 @@ class Kind(IntEnum):
     ERROR = 22
     TOKENIZED = 23
     METRICS_TEXT = 24
+    KEPT = 25
     WORKER_HELLO = 33
     WORKER_READY = 34
     EMISSIONS = 35
@@ -84,8 +95,20 @@ class Head(Struct, frozen=True, omit_defaults=True, gc=False):
     traceparent: Trace = ""
 
 
+class OwnerHead(Struct, frozen=True, omit_defaults=True, gc=False):
+    """A request by its name: one of this session, or a kept one of this tenant."""
+
+    request: Name
+    tenant: OptionalName = ""
+    traceparent: Trace = ""
+
+
 class GenerateHead(Struct, frozen=True, omit_defaults=True, gc=False):
-    """The part of a GENERATE that decides where and when it runs. `deadline_ms` counts from arrival; 0 is none."""
+    """The part of a GENERATE that decides where and when it runs. `deadline_ms` counts from arrival; 0 is none.
+
+    A request with `keep_s` stays with the engine for so long after it began: FETCH gets its events, from any session
+    of its tenant. A frame after the body, its note, is kept with it. `detach` lets it run on without its session.
+    """
 
     request: Name
     route: Route
@@ -93,6 +116,8 @@ class GenerateHead(Struct, frozen=True, omit_defaults=True, gc=False):
     tenant: OptionalName = ""
     deadline_ms: Annotated[int, Meta(ge=0, le=604_800_000)] = 0
     traceparent: Trace = ""
+    keep_s: Annotated[float, Meta(ge=0, le=604_800)] = 0.0
+    detach: bool = False
 
 
 class RouteHead(Struct, frozen=True, omit_defaults=True, gc=False):
@@ -127,8 +152,9 @@ class Message(Struct, frozen=True, gc=False):
 class Generate(Struct, frozen=True, omit_defaults=True):
     """What to generate, after `prompt` (text or token ids) or `messages` (rendered by the model's own template).
 
-    `max_tokens` None fills the context; 0 generates nothing and goes with `echo`. Unknown fields are ignored; a wrong
-    type is refused.
+    `max_tokens` None fills the context; 0 generates nothing and goes with `echo`. Sampling fields that are None are
+    the route's own. `split_reasoning` tells what a model thinks apart from what it says. Unknown fields are ignored; a
+    wrong type is refused.
     """
 
     prompt: Prompt | TokenIds = ""
@@ -141,11 +167,11 @@ class Generate(Struct, frozen=True, omit_defaults=True):
     stream: bool = True
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     messages: Annotated[list[Message], Meta(max_length=4096)] = []
-    temperature: Annotated[float, Meta(ge=0, le=100)] = 0.0
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
-    top_p: Annotated[float, Meta(ge=0, le=1)] = 1.0
-    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = 0.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = 0
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = 0.0
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] = {}
@@ -153,6 +179,8 @@ class Generate(Struct, frozen=True, omit_defaults=True):
     logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
     echo: bool = False
     parse_special: bool = False
+    split_reasoning: bool = True
+    template_args: TemplateArgs = {}
 
 
 class Tokenize(Struct, frozen=True, omit_defaults=True):
@@ -166,6 +194,7 @@ class Tokenize(Struct, frozen=True, omit_defaults=True):
     ids: TokenIds | None = None
     add_special: bool = True
     parse_special: bool = False
+    template_args: TemplateArgs = {}
 
 
 class Tokenized(Struct, frozen=True):
@@ -212,6 +241,7 @@ class Usage(Struct, frozen=True, gc=False):
     prompt_tokens: Count
     completion_tokens: Count
     cached_tokens: Count = 0
+    reasoning_tokens: Count = 0
 
 
 class TopLogprob(Struct, frozen=True, gc=False):
@@ -235,7 +265,7 @@ class Delta(Struct, frozen=True, omit_defaults=True, tag="delta"):
     """More of a request: `ids` are output tokens index .. index + len(ids); `text` is what they make readable.
 
     `choice` says of which answer; `logprobs` has one entry per id where they were asked for; `prompt_tokens` is told
-    with the first of answer 0.
+    with the first of answer 0; `reasoning` is more of what the model thinks before it answers.
     """
 
     request: str
@@ -245,6 +275,7 @@ class Delta(Struct, frozen=True, omit_defaults=True, tag="delta"):
     choice: Count = 0
     logprobs: list[TokenLogprob] = []
     prompt_tokens: Count = 0
+    reasoning: str = ""
 
 
 class Echo(Struct, frozen=True, omit_defaults=True, tag="echo"):
@@ -268,6 +299,7 @@ class Ended(Struct, frozen=True, omit_defaults=True, tag="ended"):
     reason: str
     matched: str = ""
     logprobs: list[TokenLogprob] = []
+    reasoning: str = ""
 
 
 class Finished(Struct, frozen=True, omit_defaults=True, tag="finished"):
@@ -285,6 +317,7 @@ class Finished(Struct, frozen=True, omit_defaults=True, tag="finished"):
     seed: Seed = 0
     matched: str = ""
     logprobs: list[TokenLogprob] = []
+    reasoning: str = ""
 
 
 class Failed(Struct, frozen=True, omit_defaults=True, tag="failed"):
@@ -323,10 +356,20 @@ class Model(Struct, frozen=True, omit_defaults=True):
     is_ready: bool
     max_model_len: Count = 0
     version: str = ""
+    aliases: list[str] = []
 
 
 class ModelList(Struct, frozen=True):
     models: Annotated[list[Model], Meta(max_length=4096)]
+
+
+class Kept(Struct, frozen=True, omit_defaults=True):
+    """The answer to FETCH. `state` is queued, running or that of its end; `age_s` counts from its arrival. `lengths`
+    are those of its events so far, whose bytes follow in the last frame, after its note."""
+
+    state: str
+    age_s: float
+    lengths: list[int] = []
 
 
 class ReplicaReport(Struct, frozen=True, omit_defaults=True):

@@ -35,13 +35,14 @@ from ipc.messages import (
     Kind,
     Model,
     ModelList,
+    OwnerHead,
     RouteHead,
     StatusReport,
     Tokenize,
     Tokenized,
     Welcome,
 )
-from ipc.streams import AsyncSink, Completion, Gather, Options, Sink
+from ipc.streams import AsyncSink, Completion, Gather, Options, Sink, Stored
 
 HELLO_S: Final = 5.0
 EVENTS_MAX: Final = 65_536  # unread events one stream may hold before it is cut
@@ -124,7 +125,7 @@ class AsyncClient:
         self._hello_s = hello_s
         self._open: dict[str, _Open] = {}
         self._answers: deque[tuple[Kind, asyncio.Future[codec.Frames]]] = deque()
-        self._asks: dict[str, asyncio.Future[Tokenized]] = {}
+        self._asks: dict[str, asyncio.Future[codec.Frames]] = {}
         self._numbers = itertools.count(1)
         self._welcome: Welcome | None = None
         self._welcomed: asyncio.Future[Welcome] | None = None
@@ -226,10 +227,10 @@ class AsyncClient:
                 self._on_welcome(codec.decode(frames[2], Welcome))
             elif kind is Kind.ERROR:
                 self._on_error(codec.decode(frames[2], Error))
-            elif kind is Kind.TOKENIZED:
+            elif kind in {Kind.TOKENIZED, Kind.KEPT}:
                 ask = self._asks.pop(codec.decode(frames[1], Head, "head").request, None)
                 if ask is not None and not ask.done():
-                    ask.set_result(codec.decode(frames[2], Tokenized))
+                    ask.set_result(frames)
             elif kind is not Kind.PONG:
                 self._on_answer(kind, frames)
         except (ProtocolError, IndexError) as error:
@@ -285,7 +286,7 @@ class AsyncClient:
         """End this stream alone, here and at the engine."""
         del self._open[request]
         entry.sink.put(Failed(request, code.value, why))
-        self._send(codec.message(Kind.CANCEL, Head(request), Empty()))
+        self._send(codec.message(Kind.CANCEL, OwnerHead(request), Empty()))
 
     def _on_answer(self, kind: Kind, frames: codec.Frames) -> None:
         """Answers come in the order of the questions of their kind."""
@@ -303,13 +304,14 @@ class AsyncClient:
             raise EngineError(Code.DUPLICATE, f"request {request} is still open", "request")
         fields = {name: value for name, value in options.items() if name in Generate.__struct_fields__}
         ordering = {name: value for name, value in options.items() if name in GenerateHead.__struct_fields__}
-        unknown = options.keys() - fields.keys() - ordering.keys()
+        unknown = options.keys() - fields.keys() - ordering.keys() - {"note"}
         if unknown:
             raise EngineError(Code.INVALID, f"no such option: {', '.join(sorted(unknown))}", sorted(unknown)[0])
         head = GenerateHead(**{**ordering, "request": request, "route": route})  # type: ignore[arg-type]
         generate = Generate(prompt=prompt, stream=is_stream, **fields)  # type: ignore[arg-type]
         body = _encode(generate)
-        message = [codec.ENVELOPES[Kind.GENERATE], _encode(head), body]
+        note = options.get("note", b"")
+        message = [codec.ENVELOPES[Kind.GENERATE], _encode(head), body, *([note] if note else [])]
         try:
             codec.decode(message[1], GenerateHead, "request")
             codec.decode(body, Generate, "request")
@@ -317,8 +319,8 @@ class AsyncClient:
             raise EngineError(Code.INVALID, error.message, error.field) from error
         if self._welcome is None:
             raise EngineError(Code.UNAVAILABLE, f"no session with {self.address}", retry_after_s=1.0)
-        if len(body) > self._welcome.body_bytes_max:  # the front would have to cut the connection
-            told = f"the request has {len(body)} bytes, {self._welcome.body_bytes_max} are allowed"
+        if max(len(body), len(note)) > self._welcome.body_bytes_max:  # the front would have to cut the connection
+            told = f"the request has {max(len(body), len(note))} bytes, {self._welcome.body_bytes_max} are allowed"
             raise EngineError(Code.TOO_LARGE, told, "body")
         self._open[request] = _Open(sink)
         try:
@@ -352,11 +354,40 @@ class AsyncClient:
     def cancel_nowait(self, request: str) -> None:
         """Ask for an end; the final event tells whether it came in time."""
         if request in self._open:
-            self._send(codec.message(Kind.CANCEL, Head(request), Empty()))
+            self._send(codec.message(Kind.CANCEL, OwnerHead(request), Empty()))
 
-    async def cancel(self, request: str) -> None:
-        """As `cancel_nowait`, waiting until it is sent."""
-        await self._send_soon(codec.message(Kind.CANCEL, Head(request), Empty()))
+    async def cancel(self, request: str, tenant: str = "") -> None:
+        """As `cancel_nowait`, waiting until it is sent; a kept request of this tenant may be another session's."""
+        await self._send_soon(codec.message(Kind.CANCEL, OwnerHead(request, tenant), Empty()))
+
+    async def fetch(self, request: str, tenant: str = "") -> Stored:
+        """What the engine keeps of a request (`keep_s`), from any session of its tenant. Raises EngineError."""
+        return await self._fetch(Kind.FETCH, request, tenant)
+
+    async def forget(self, request: str, tenant: str = "") -> Stored:
+        """As `fetch`, for the last time; ends the request if it still runs. Raises EngineError."""
+        return await self._fetch(Kind.FORGET, request, tenant)
+
+    async def _fetch(self, kind: Kind, request: str, tenant: str) -> Stored:
+        frames = await self._question(request, codec.message(kind, OwnerHead(request, tenant), Empty()))
+        kept, note, events = codec.decode_kept(frames)
+        return Stored(request, kept.state, kept.age_s, note, events)
+
+    async def _question(self, name: str, message: codec.Frames) -> codec.Frames:
+        """The answer whose head has this name: one at a time. Raises EngineError."""
+        while name in self._asks:
+            await asyncio.wait([self._asks[name]])
+        answer: asyncio.Future[codec.Frames] = self._loop.create_future()
+        self._asks[name] = answer
+        try:
+            await self._send_soon(message)
+            async with asyncio.timeout(self._hello_s):
+                return await answer
+        except TimeoutError:
+            raise EngineError(Code.UNAVAILABLE, f"no answer from {self.address}", retry_after_s=1.0) from None
+        finally:
+            if self._asks.get(name) is answer:
+                del self._asks[name]
 
     async def _ask(self, kind: Kind, answer_kind: Kind) -> codec.Frames:
         answer: asyncio.Future[codec.Frames] = self._loop.create_future()
@@ -371,16 +402,8 @@ class AsyncClient:
     async def tokenize(self, route: str, asked: Tokenize) -> Tokenized:
         """Ids of a text or a conversation, or the text of ids. Raises EngineError."""
         request = f"?{next(self._numbers)}"
-        answer: asyncio.Future[Tokenized] = self._loop.create_future()
-        self._asks[request] = answer
-        try:
-            await self._send_soon(codec.message(Kind.TOKENIZE, RouteHead(request, route), asked))
-            async with asyncio.timeout(self._hello_s):
-                return await answer
-        except TimeoutError:
-            raise EngineError(Code.UNAVAILABLE, f"no answer from {self.address}", retry_after_s=1.0) from None
-        finally:
-            self._asks.pop(request, None)
+        frames = await self._question(request, codec.message(Kind.TOKENIZE, RouteHead(request, route), asked))
+        return codec.decode(frames[2], Tokenized)
 
     async def metrics(self) -> bytes:
         """The engine's metrics in Prometheus' text format."""

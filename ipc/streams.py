@@ -13,6 +13,7 @@ import msgspec
 
 from ipc.errors import Code, EngineError
 from ipc.messages import (
+    FINAL,
     Cancelled,
     Delta,
     Echo,
@@ -38,11 +39,11 @@ class Options(TypedDict, total=False):
     ignore_eos: bool
     cache_salt: str
     messages: list[Message]
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    repetition_penalty: float
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
     presence_penalty: float
     frequency_penalty: float
     logit_bias: dict[int, float]
@@ -50,11 +51,16 @@ class Options(TypedDict, total=False):
     logprobs: int | None
     echo: bool
     parse_special: bool
+    split_reasoning: bool
+    template_args: dict[str, bool | int | float | str | None]
     priority: str
     tenant: str
     deadline_ms: int
     request: str
     traceparent: str
+    keep_s: float
+    detach: bool
+    note: bytes
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -65,6 +71,7 @@ class Choice(msgspec.Struct, frozen=True):
     reason: str
     matched: str = ""
     logprobs: list[TokenLogprob] = []
+    reasoning: str = ""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -89,6 +96,30 @@ class Completion(msgspec.Struct, frozen=True):
     logprobs: list[TokenLogprob] = []
     choices: list[Choice] = []
     prompt: Prompt | None = None
+    reasoning: str = ""
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """What an engine keeps of a request: `state` is queued, running or that of its end; `events` those so far."""
+
+    request: str
+    state: str
+    age_s: float
+    note: bytes
+    events: list[Event]
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.events) and isinstance(self.events[-1], FINAL)
+
+    def completion(self) -> Completion:
+        """The whole answer. Raises EngineError for every other end, and `unavailable` before there is one."""
+        if not self.is_over:
+            raise EngineError(Code.UNAVAILABLE, f"request {self.request} is {self.state}", retry_after_s=1.0)
+        gather = Gather()
+        for event in self.events:
+            gather.add(event)
+        return gather.completion(self.events[-1])
 
 
 class Sink(Protocol):
@@ -117,6 +148,7 @@ class _Part:
     """One answer in the making."""
 
     texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reason: str = ""
@@ -124,6 +156,8 @@ class _Part:
 
     def add(self, event: Delta | Ended | Finished | Echo) -> None:
         self.texts.append(event.text)
+        if not isinstance(event, Echo) and event.reasoning:
+            self.thoughts.append(event.reasoning)
         self.ids += event.ids
         self.logprobs += event.logprobs
 
@@ -131,7 +165,8 @@ class _Part:
         self.reason, self.matched = event.reason, event.matched
 
     def choice(self) -> Choice:
-        return Choice("".join(self.texts), self.ids, self.reason, self.matched, self.logprobs)
+        thoughts = "".join(self.thoughts)
+        return Choice("".join(self.texts), self.ids, self.reason, self.matched, self.logprobs, thoughts)
 
 
 @dataclass(slots=True)
@@ -175,6 +210,7 @@ class Gather:
             first.logprobs,
             choices,
             Prompt("".join(prompt.texts), prompt.ids, prompt.logprobs) if prompt is not None else None,
+            first.reasoning,
         )
 
 

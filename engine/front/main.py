@@ -28,6 +28,7 @@ from engine.front.replicas import ReplicaTable, ReplicaView
 from engine.front.requests import Request, RequestState, RequestTable, priority_class
 from engine.front.router import Router
 from engine.front.sessions import Session
+from engine.front.shelf import Item, Shelf
 from ipc import codec
 from ipc.actor import Actor
 from ipc.channel import Channel, Sent
@@ -62,9 +63,11 @@ from ipc.messages import (
     Generate,
     GenerateHead,
     Head,
+    Kept,
     Kind,
     ModelList,
     Outcome,
+    OwnerHead,
     Report,
     RouteHead,
     StatusReport,
@@ -76,6 +79,7 @@ from ipc.messages import (
 log = structlog.get_logger("front")
 
 FLUSH_S: Final = 0.02
+EXPIRE_S: Final = 1.0
 SEED_BITS: Final = 63
 UNREAD_MAX_TOKENS: Final = 256  # what a body too large to be read here is taken to ask for
 WORKER_LOST: Final = "the worker that ran it died"
@@ -124,6 +128,8 @@ class Front(Actor):
         self._started_at = clock.now()
         self._is_closing = False
         self._metrics = Metrics(clock.now())
+        self._shelf = Shelf(config.front.kept_max, config.front.kept_bytes_max)
+        self._aliases: dict[str, str] = {}
         self.num_internal_errors = 0
         self.num_refused = 0
         self.configure(config)
@@ -140,6 +146,8 @@ class Front(Actor):
         """Apply the live settings. Queued requests stay where they are."""
         self._desk.config = config.front
         self._admission.limits = _limits(config.front)
+        self._shelf.items_max, self._shelf.bytes_max = config.front.kept_max, config.front.kept_bytes_max
+        self._aliases = {alias: each.route for each in config.deployment for alias in each.aliases}
         for deployment in config.deployment:
             plan = self._plans.get(deployment.route)
             if plan is None:
@@ -152,6 +160,7 @@ class Front(Actor):
         self._clients.attach(self.loop, self._on_client)
         self._workers.attach(self.loop, self._on_worker)
         self.every(FLUSH_S, self._desk.flush)
+        self.every(EXPIRE_S, lambda: self._shelf.expire(self._clock.now()))
         self.every(self._desk.config.heartbeat_s / 2, self._desk.end_silent)
 
     def stop(self) -> None:
@@ -181,13 +190,15 @@ class Front(Actor):
         if kind is Kind.GENERATE:
             self._on_generate(session, message)
         elif kind is Kind.CANCEL:
-            self._on_cancel(session, codec.decode(message[1], Head, "head").request)
+            self._on_cancel(session, codec.decode(message[1], OwnerHead, "head"))
         elif kind is Kind.MODELS:
             self._desk.send(session, codec.message(Kind.MODEL_LIST, None, self.models()))
         elif kind is Kind.STATUS:
             self._desk.send(session, codec.message(Kind.STATUS_REPORT, None, self.status()))
         elif kind is Kind.TOKENIZE:
             self._on_tokenize(session, codec.decode(message[1], RouteHead, "head"), message)
+        elif kind in {Kind.FETCH, Kind.FORGET}:
+            self._on_fetch(session, kind, codec.decode(message[1], OwnerHead, "head"))
         elif kind is Kind.METRICS:
             self._desk.send(session, [*codec.message(Kind.METRICS_TEXT, None), self.metrics()])
         elif kind is Kind.COUNT:
@@ -207,7 +218,8 @@ class Front(Actor):
             request = self._accept(session, head, message)
         except (EngineError, ProtocolError) as error:
             self.num_refused += 1
-            self._metrics.observe_refusal(head.route if head.route in self._plans else "", error.code)
+            route = self._aliases.get(head.route, head.route)
+            self._metrics.observe_refusal(route if route in self._plans else "", error.code)
             retry_after_s = error.retry_after_s if isinstance(error, EngineError) else 0.0
             failed = Failed(head.request, error.code, error.message, error.field, retry_after_s)
             self._desk.tell(session, failed)
@@ -217,20 +229,20 @@ class Front(Actor):
 
     def _accept(self, session: Session, head: GenerateHead, message: Frames) -> Request:
         """Check and queue one request. Raises EngineError or ProtocolError naming the field."""
-        if len(message) != 3:
-            raise ProtocolError("GENERATE has an envelope, a head and a body", Code.INVALID, "body")
+        if len(message) != 3 and not (head.keep_s and len(message) == 4):
+            told = "GENERATE has an envelope, a head and a body, and a note only where it is kept"
+            raise ProtocolError(told, Code.INVALID, "body")
         if self._is_closing:
             raise EngineError(Code.UNAVAILABLE, "the engine is draining", retry_after_s=5.0)
-        plan = self._plans.get(head.route)
-        if plan is None:
-            raise EngineError(Code.NOT_FOUND, f"no route {head.route}", "route")
-        if head.route in self._hopeless:
-            raise EngineError(Code.UNAVAILABLE, f"no replica of route {head.route} can serve", retry_after_s=10.0)
+        plan = self._plan(head.route)
+        route = plan.config.route
+        if route in self._hopeless:
+            raise EngineError(Code.UNAVAILABLE, f"no replica of route {route} can serve", retry_after_s=10.0)
         body, queue = message[2], plan.config.queue
         self._admission.check(len(body), len(session.requests), len(self._table))
         generate = codec.decode(body, Generate) if len(body) <= codec.DECODE_BYTES_MAX else None
         priority = priority_class(head.priority or queue.default_class)
-        self._admission.check_queue(head.route, len(plan.order), queue.max_queued)
+        self._admission.check_queue(route, len(plan.order), queue.max_queued)
         now = self._clock.now()
         deadline_ms = head.deadline_ms or queue.default_deadline_ms
         seed = generate.seed if generate is not None else None
@@ -242,46 +254,51 @@ class Front(Actor):
             number=self._table.next_number(),
             session=session.number,
             name=head.request,
-            route=head.route,
+            route=route,
             priority=priority,
             tenant=head.tenant,
-            cost=self._admission.cost(head.route, len(body), max_tokens * num_choices),
+            cost=self._admission.cost(route, len(body), max_tokens * num_choices),
             arrived_at=now,
             deadline_at=now + deadline_ms / 1e3 if deadline_ms else inf,
             seed=random.getrandbits(SEED_BITS) if seed is None else seed,
             body=body,
             traceparent=head.traceparent,
             num_choices=num_choices,
+            is_detached=head.detach and head.keep_s > 0,
         )
+        if head.keep_s:
+            until = now + min(head.keep_s, self._desk.config.keep_s)
+            note = message[3] if len(message) == 4 else b""
+            self._shelf.put(Item(head.request, head.tenant, request.number, note, now, until), now)
         self._table.add(request)
         self._metrics.observe_arrival(request.route, now)
         session.requests[head.request] = request.number
         plan.order.push(request)
         return request
 
+    def _plan(self, name: str) -> Plan:
+        """The plan of a route by its name or an alias. Raises EngineError `not_found`."""
+        plan = self._plans.get(self._aliases.get(name, name))
+        if plan is None:
+            raise EngineError(Code.NOT_FOUND, f"no route {name}", "route")
+        return plan
+
     def _on_tokenize(self, session: Session, head: RouteHead, message: Frames) -> None:
         """To any worker of the route that serves: it costs no seat. Lost with it; the client's wait is bounded."""
-        error: EngineError | None = None
-        views = [view for view in self._replicas.by_slot.values() if view.route == head.route and view.can_answer]
         if len(message) != 3:
             raise ProtocolError("TOKENIZE has an envelope, a head and a body", Code.INVALID, "body")
-        if head.route not in self._plans:
-            error = EngineError(Code.NOT_FOUND, f"no route {head.route}", "route")
-        elif not views:
-            error = EngineError(Code.UNAVAILABLE, f"no replica of route {head.route} serves", retry_after_s=1.0)
-        else:
+        try:
+            route = self._plan(head.route).config.route
+            views = [view for view in self._replicas.by_slot.values() if view.route == route and view.can_answer]
+            if not views:
+                raise EngineError(Code.UNAVAILABLE, f"no replica of route {route} serves", retry_after_s=1.0)
             view = min(views, key=lambda each: len(each.in_flight))
-            ask = [
-                view.identity,
-                codec.ENVELOPES[Kind.ASK],
-                codec.encode(Ask(session.number, head.request)),
-                message[2],
-            ]
+            question = codec.encode(Ask(session.number, head.request))
+            ask = [view.identity, codec.ENVELOPES[Kind.ASK], question, message[2]]
             if self._workers.send_nowait(ask) is not Sent.YES:
-                error = EngineError(Code.OVERLOADED, "the worker does not read now", retry_after_s=0.1)
-        if error is not None:
-            refusal = Error(error.code, error.message, error.field, head.request, error.retry_after_s)
-            self._desk.error(session, refusal)
+                raise EngineError(Code.OVERLOADED, "the worker does not read now", retry_after_s=0.1)
+        except EngineError as error:
+            self._desk.error(session, _refusal(error, head.request))
 
     def _on_answer(self, view: ReplicaView, answer: Answer, message: Frames) -> None:
         session = self._desk.sessions.of_number(answer.session)
@@ -290,19 +307,41 @@ class Front(Actor):
             head = codec.encode(Head(answer.request))
             self._desk.send(session, [codec.ENVELOPES[kind], head, message[2]])
 
-    def _on_cancel(self, session: Session, name: str) -> None:
-        number = session.requests.get(name)
-        request = self._table.get(number) if number is not None else None
-        if request is None:
-            refusal = Error(Code.NOT_FOUND, "no such open request in this session", "request", name)
-            self._desk.error(session, refusal)
+    def _on_cancel(self, session: Session, head: OwnerHead) -> None:
+        """One of this session, or a kept one of the tenant: that one's own session hears of it."""
+        number = session.requests.get(head.request)
+        if number is None:
+            try:
+                number = self._shelf.find(head.request, head.tenant).number
+            except EngineError:
+                told = Error(Code.NOT_FOUND, "no such open request in this session", "request", head.request)
+                self._desk.error(session, told)
+                return
+        request = self._table.get(number)
+        if request is not None:
+            self._end(request, RequestState.CANCELLED, Cancelled(request.name, request.num_ids))
+
+    def _on_fetch(self, session: Session, kind: Kind, head: OwnerHead) -> None:
+        """What is kept of a request; FORGET takes it off the shelf as well, and ends it if it still runs."""
+        try:
+            item = self._shelf.find(head.request, head.tenant)
+        except EngineError as error:
+            self._desk.error(session, _refusal(error, head.request))
             return
-        self._end(request, RequestState.CANCELLED, Cancelled(name, request.num_ids))
+        request = self._table.get(item.number)
+        if kind is Kind.FORGET:
+            if request is not None:
+                self._end(request, RequestState.CANCELLED, Cancelled(request.name, request.num_ids))
+            self._shelf.forget(head.request, head.tenant)
+        state = item.state or ("queued" if request is None or request.state is RequestState.QUEUED else "running")
+        kept = Kept(state, self._clock.now() - item.arrived_at, [len(event) for event in item.events])
+        message = codec.message(Kind.KEPT, Head(head.request), kept)
+        self._desk.send(session, [*message, item.note, b"".join(item.events)])
 
     def _on_session_gone(self, session: Session, code: Code) -> None:
         for number in list(session.requests.values()):
             request = self._table.get(number)
-            if request is not None:
+            if request is not None and not request.is_detached:
                 self._end(request, RequestState.CANCELLED, None)
         if code is not Code.CANCELLED:
             log.warning("session_ended", session=session.number, code=code)
@@ -353,6 +392,10 @@ class Front(Actor):
             if view is not None and request.number in view.in_flight:
                 withdraw = codec.encode(Withdraw(request.number, request.attempt))
                 self._workers.send_nowait([view.identity, codec.ENVELOPES[Kind.WITHDRAW], withdraw])
+        if event is None and self._shelf.is_open:
+            event = Cancelled(request.name, request.num_ids)
+        if event is not None:
+            self._shelf.append(request.number, codec.encode(event))
         self._forget(request, state)
         if session is not None and event is not None:
             self._desk.tell(session, event)
@@ -362,6 +405,7 @@ class Front(Actor):
         if session is not None:
             session.requests.pop(request.name, None)
         self._table.end(request, state)
+        self._shelf.end(request.number, state.value)
         self._metrics.observe_end(request, reason or state.value, self._clock.now())
         self._admission.observe_end(request.route, self._clock.now())
         if self._is_closing and not len(self._table):
@@ -444,11 +488,18 @@ class Front(Actor):
                 self._desk.send(session, [_EVENTS, head, body])
         for position in rejected:
             self._check_rejected(view, emissions, position)
+        if self._shelf.is_open:
+            self._keep(emissions, message, rejected)
         if emissions.endings:
             for ending in emissions.endings:
                 self._on_ending(view, emissions.numbers[ending.position], ending, ending.position in rejected)
             self._pump(self._plans[view.route])
             self._say_if_empty(view)
+
+    def _keep(self, emissions: Emissions, message: Frames, rejected: list[int]) -> None:
+        for position, payload in enumerate(codec.pieces(emissions.lengths, message[3])):
+            if payload and position not in rejected:
+                self._shelf.append(emissions.numbers[position], payload)
 
     def _check_rejected(self, view: ReplicaView, emissions: Emissions, position: int) -> None:
         """Late entries are dropped; a gap or a repeat in a current attempt ends its request, rather than hang it."""
@@ -538,7 +589,8 @@ class Front(Actor):
 
     def models(self) -> ModelList:
         """The routes, as placed by the supervisor."""
-        return status.models(self._placed, self._replicas.by_slot.values())
+        aliases = {route: plan.config.aliases for route, plan in self._plans.items()}
+        return status.models(self._placed, self._replicas.by_slot.values(), aliases)
 
     def status(self) -> StatusReport:
         """The supervisor's account, completed by what only the front knows. Changes nothing."""
@@ -558,6 +610,10 @@ class Front(Actor):
         journal_tokens = sum(request.num_ids for request in self._table)
         own = (self.num_refused, self.num_internal_errors, journal_tokens)
         return status.counters(self._table.statistics(), self._desk, own)
+
+
+def _refusal(error: EngineError, request: str) -> Error:
+    return Error(error.code, error.message, error.field, request, error.retry_after_s)
 
 
 def _limits(config: FrontConfig) -> Limits:

@@ -1,6 +1,6 @@
 """Owns how the front's numbers become a StatusReport. Pure: called by the front actor, changes nothing."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -37,14 +37,14 @@ def merge(placed: ReplicaReport, view: ReplicaView | None, tokens_per_s: float) 
     return msgspec.structs.replace(placed, **changes)
 
 
-def models(placed: Placed, views: Iterable[ReplicaView]) -> ModelList:
+def models(placed: Placed, views: Iterable[ReplicaView], aliases: Mapping[str, list[str]]) -> ModelList:
     """The routes with what their replicas said about themselves."""
     told = {view.route: view.ready for view in views if view.ready is not None}
     listed = []
     for route in placed.routes:
         ready = told.get(route.route)
         length, version = (ready.max_model_len, ready.version) if ready is not None else (0, "")
-        listed.append(Model(route.route, route.is_ready, length, version))
+        listed.append(Model(route.route, route.is_ready, length, version, aliases.get(route.route, [])))
     return ModelList(listed)
 
 

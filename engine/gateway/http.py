@@ -19,25 +19,21 @@ from aiohttp.web_protocol import RequestHandler
 
 from engine.clock import stamp
 from engine.config import Http
-from engine.gateway import openai
+from engine.gateway import openai, responses
 from engine.gateway.keys import Key, Keyring, class_within
-from ipc.errors import HTTP_STATUS, RETRYABLE, Code, EngineError
+from engine.gateway.reply import code_of, error_body, explained, invalid, status_of
+from engine.gateway.shapes import ChatShape, PlainShape, Shape
+from ipc.errors import RETRYABLE, Code, EngineError
 from ipc.messages import (
     FINAL,
     Counts,
-    Delta,
-    Echo,
-    Ended,
     Event,
     Finished,
     StatusReport,
-    TokenIds,
     Tokenize,
-    TokenLogprob,
-    Usage,
 )
 from ipc.session import AsyncClient
-from ipc.streams import Completion, Options, raise_unless_finished
+from ipc.streams import AsyncSink, Completion, Options, Stored, raise_unless_finished
 
 log = structlog.get_logger("gateway")
 
@@ -46,54 +42,15 @@ STALE_S: Final = 1.0  # a snapshot older than this says nothing
 COUNT_S: Final = 1.0
 ID_MAX: Final = 128
 OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/startupz", "/health"})
-DONE: Final = b"data: [DONE]\n\n"
 PING: Final = b": waiting\n\n"
 SSE_HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-cache",
     "X-Accel-Buffering": "no",
 }
-# What is too large in tokens is the request's own fault, what is too large in bytes the body's.
-TOKEN_FIELDS: Final = frozenset({"prompt", "messages", "max_tokens", "n"})
 
 T = TypeVar("T", bound=msgspec.Struct)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-class TokenizeRequest(msgspec.Struct, frozen=True):
-    """POST /tokenize: a prompt or messages."""
-
-    model: str
-    prompt: str | None = None
-    messages: list[openai.ChatMessage] | None = None
-    add_special_tokens: bool = True
-    parse_special: bool = False
-
-
-class DetokenizeRequest(msgspec.Struct, frozen=True):
-    """POST /detokenize."""
-
-    model: str
-    tokens: TokenIds
-
-
-def status_of(error: EngineError) -> int:
-    """The HTTP status of a refusal."""
-    if error.code is Code.TOO_LARGE and error.field in TOKEN_FIELDS:
-        return 400
-    return HTTP_STATUS[error.code]
-
-
-def error_body(error: EngineError, status: int) -> dict[str, Any]:
-    """The OpenAI error object."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    code: str = error.code.value
-    if error.code is Code.TOO_LARGE and error.field == "prompt":
-        code = "context_length_exceeded"
-    if error.code is Code.NOT_FOUND and error.field == "route":
-        code = "model_not_found"
-    param = {"route": "model"}.get(error.field, error.field) or None
-    return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 
 
 def clean_id(given: str | None) -> str:
@@ -128,6 +85,11 @@ class Door:
         made.router.add_get("/v1/models/{id:.+}", self._model)
         made.router.add_post("/v1/chat/completions", self._chat)
         made.router.add_post("/v1/completions", self._complete)
+        made.router.add_post("/v1/responses", self._respond)
+        made.router.add_get("/v1/responses/{id}", self._response)
+        made.router.add_delete("/v1/responses/{id}", self._forget_response)
+        made.router.add_post("/v1/responses/{id}/cancel", self._cancel_response)
+        made.router.add_get("/v1/responses/{id}/input_items", self._response_input)
         made.router.add_post("/tokenize", self._tokenize)
         made.router.add_post("/detokenize", self._detokenize)
         return made
@@ -148,7 +110,7 @@ class Door:
             return response
         except web.HTTPException as error:
             status = error.status
-            refusal = EngineError(_code(status), error.reason, "body" if status == 413 else "")
+            refusal = EngineError(code_of(status), error.reason, "body" if status == 413 else "")
             return self._refused(request, refusal, status, dict(error.headers))
         except asyncio.CancelledError:
             status = 499
@@ -158,7 +120,8 @@ class Door:
             path = route.canonical if route is not None else "other"
             self._counts[f"{path} {status}"] += 1
             took_ms = round((time.monotonic() - started) * 1e3, 1)
-            log.info("http", method=request.method, path=path, status=status, took_ms=took_ms, request=name)
+            told = {"tokens": request["tokens"]} if "tokens" in request else {}
+            log.info("http", method=request.method, path=path, status=status, took_ms=took_ms, request=name, **told)
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:
@@ -194,7 +157,7 @@ class Door:
         body = error_body(error, status)
         if status == 401:
             body["error"] |= {"code": "invalid_api_key"}
-        return _json(body, status, told)
+        return as_json(body, status, told)
 
     # Health: from a snapshot, never through a queue.
 
@@ -221,7 +184,7 @@ class Door:
 
     def _health(self, is_good: bool) -> web.Response:
         state = self._status.state if self._status is not None else "unreachable"
-        return _json({"status": "ok" if is_good else "unavailable", "engine": state}, 200 if is_good else 503)
+        return as_json({"status": "ok" if is_good else "unavailable", "engine": state}, 200 if is_good else 503)
 
     async def _livez(self, _: web.Request) -> web.Response:
         return self._health(True)
@@ -241,41 +204,45 @@ class Door:
     async def _listed(self) -> list[dict[str, Any]]:
         return [
             {
-                "id": each.route,
+                "id": name,
                 "object": "model",
                 "created": 0,
                 "owned_by": "engine",
+                "root": each.route,
                 "max_model_len": each.max_model_len,
                 "ready": each.is_ready,
             }
             for each in await self._client.models()
+            for name in (each.route, *each.aliases)
         ]
 
     async def _models(self, _: web.Request) -> web.Response:
-        return _json({"object": "list", "data": await self._listed()})
+        return as_json({"object": "list", "data": await self._listed()})
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["id"]
         for each in await self._listed():
             if each["id"] == name:
-                return _json(each)
+                return as_json(each)
         raise EngineError(Code.NOT_FOUND, f"no route {name[:64]}", "route")
 
     # Tokens.
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        asked = await self._body(request, TokenizeRequest)
+        asked = await self._body(request, openai.TokenizeRequest)
         if (asked.prompt is None) == (asked.messages is None):
-            raise openai.invalid("prompt", "one of prompt and messages is needed")
+            raise invalid("prompt", "one of prompt and messages is needed")
         messages = [openai.message(index, each) for index, each in enumerate(asked.messages or [])]
-        question = Tokenize(asked.prompt or "", messages, None, asked.add_special_tokens, asked.parse_special)
+        arguments = asked.chat_template_kwargs or {}
+        text = asked.prompt or ""
+        question = Tokenize(text, messages, None, asked.add_special_tokens, asked.parse_special, arguments)
         told = await self._client.tokenize(_route(asked.model), question)
-        return _json({"count": len(told.ids), "max_model_len": told.max_model_len, "tokens": told.ids})
+        return as_json({"count": len(told.ids), "max_model_len": told.max_model_len, "tokens": told.ids})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        asked = await self._body(request, DetokenizeRequest)
+        asked = await self._body(request, openai.DetokenizeRequest)
         told = await self._client.tokenize(_route(asked.model), Tokenize(ids=asked.tokens))
-        return _json({"prompt": told.text})
+        return as_json({"prompt": told.text})
 
     # Completions.
 
@@ -293,7 +260,7 @@ class Door:
         try:
             return msgspec.json.decode(body, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _explained(error) from error
+            raise explained(error) from error
 
     def _ask(self, request: web.Request, asked: openai.Common, made: Options) -> Options:
         """What the key says of a request."""
@@ -313,8 +280,9 @@ class Door:
             shape = ChatShape(name, created, asked)
             return await self._stream(request, shape, [await self._client.stream(route, "", **made)])
         answer = await self._client.generate(route, "", **made)
-        choices = [openai.chat_choice(index, each, bool(asked.logprobs)) for index, each in enumerate(answer.choices)]
-        return _json(_whole("chat.completion", name, created, asked.model, choices, openai.usage(answer.usage)))
+        request["tokens"] = answer.usage.completion_tokens
+        choices = [openai.chat_choice(index, each, asked) for index, each in enumerate(answer.choices)]
+        return as_json(_whole("chat.completion", name, created, asked.model, choices, openai.usage(answer.usage)))
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         asked = await self._body(request, openai.CompletionRequest)
@@ -333,7 +301,88 @@ class Door:
             for index, choice in enumerate(answer.choices)
         ]
         told = openai.usage(openai.total([answer.usage for answer in answers]))
-        return _json(_whole("text_completion", name, created, asked.model, choices, told))
+        request["tokens"] = told["completion_tokens"]
+        return as_json(_whole("text_completion", name, created, asked.model, choices, told))
+
+    # Responses.
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        asked = await self._body(request, responses.ResponsesRequest)
+        key: Key = request["key"]
+        turns = responses.messages(asked)
+        if asked.previous_response_id:
+            try:
+                kept = await self._client.fetch(asked.previous_response_id, key.tenant)
+            except EngineError as error:
+                raise _renamed(error, "previous_response_id") from error
+            turns = responses.conversation(kept) + turns
+        route, made = _route(asked.model), self._ask(request, asked, responses.options(asked, turns))
+        name = f"resp_{uuid.uuid4().hex}"
+        response = responses.begin(asked, name, stamp())
+        made["request"] = name
+        if responses.is_stored(asked):
+            made["keep_s"] = responses.KEEP_S
+            made["note"] = msgspec.json.encode(responses.Note(response, turns))
+        try:
+            if asked.stream:
+                made["detach"] = bool(asked.background)
+                shape = responses.ResponseShape(response)
+                streams = [await self._client.stream(route, "", **made)]
+                return await self._stream(request, shape, streams, bool(asked.background))
+            if asked.background:
+                return as_json(await self._begin(route, key.tenant, made))
+            answer = await self._client.generate(route, "", **made)
+        except EngineError as error:
+            raise _renamed(error, "input") from error
+        request["tokens"] = answer.usage.completion_tokens
+        return as_json(responses.finish(response, answer.choices[0], answer.usage))
+
+    async def _begin(self, route: str, tenant: str, made: Options) -> dict[str, Any]:
+        """Start a response that runs by itself, and say how it stands. Raises EngineError when it was refused."""
+        sink = AsyncSink()
+        made["detach"] = True
+        await self._client.submit(route, "", sink, False, made)
+        try:
+            return responses.of_stored(await self._client.fetch(made["request"], tenant))
+        except EngineError:
+            if sink.size() and isinstance(event := await sink.get(), FINAL):
+                raise_unless_finished(event)
+            raise
+
+    async def _response(self, request: web.Request) -> web.Response:
+        if request.query.get("stream") in {"true", "1"}:
+            raise invalid("stream", "a kept response is told whole; stream is for its creation")
+        return as_json(responses.of_stored(await self._kept(request)))
+
+    async def _kept(self, request: web.Request) -> Stored:
+        """Raises EngineError when this key has no such response."""
+        name = request.match_info["id"]
+        if not 1 <= len(name) <= 64:
+            raise EngineError(Code.NOT_FOUND, "no such response is kept", "response_id")
+        key: Key = request["key"]
+        try:
+            kept = await self._client.fetch(name, key.tenant)
+        except EngineError as error:
+            raise _renamed(error, "response_id") from error
+        responses.read_note(kept.note)
+        return kept
+
+    async def _cancel_response(self, request: web.Request) -> web.Response:
+        kept = await self._kept(request)
+        if not kept.is_over:
+            key: Key = request["key"]
+            await self._client.cancel(kept.request, key.tenant)
+            kept = await self._kept(request)
+        return as_json(responses.of_stored(kept))
+
+    async def _forget_response(self, request: web.Request) -> web.Response:
+        kept = await self._kept(request)
+        key: Key = request["key"]
+        await self._client.forget(kept.request, key.tenant)
+        return as_json({"id": kept.request, "object": "response", "deleted": True})
+
+    async def _response_input(self, request: web.Request) -> web.Response:
+        return as_json(responses.input_items(await self._kept(request)))
 
     async def _all(self, route: str, prompts: list[str | list[int]], made: Options) -> list[Completion]:
         """Every prompt's answer; when one fails the others are cancelled, and its error is told."""
@@ -344,7 +393,9 @@ class Door:
             for task in tasks:
                 task.cancel()
 
-    async def _stream(self, request: web.Request, shape: "Shape", streams: list[Any]) -> web.StreamResponse:
+    async def _stream(
+        self, request: web.Request, shape: Shape, streams: list[Any], is_detached: bool = False
+    ) -> web.StreamResponse:
         """Server-sent events. An error before the first token is an ordinary refusal; later it is an event."""
         merged = _merge(streams)
         response = web.StreamResponse(headers={**SSE_HEADERS, "x-request-id": request["id"]})
@@ -357,12 +408,14 @@ class Door:
             await self._write_events(response, shape, merged, pending)
             await response.write_eof()
         finally:
-            for stream in streams:
-                stream.cancel()
+            request["tokens"] = shape.num_tokens
+            if not is_detached:
+                for stream in streams:
+                    stream.cancel()
         return response
 
     async def _write_events(
-        self, response: web.StreamResponse, shape: "Shape", merged: AsyncIterator[tuple[int, Event]], pending: Any
+        self, response: web.StreamResponse, shape: Shape, merged: AsyncIterator[tuple[int, Event]], pending: Any
     ) -> None:
         await self._write(response, shape.start())
         while True:
@@ -378,11 +431,11 @@ class Door:
                 try:
                     raise_unless_finished(event)
                 except EngineError as error:
-                    await self._write(response, _event(error_body(error, status_of(error))))
+                    await self._write(response, shape.fail(error))
                     return
             await self._write(response, shape.events(number, event))
             pending = asyncio.ensure_future(anext(merged, None))
-        await self._write(response, shape.finish() + DONE)
+        await self._write(response, shape.finish())
 
     async def _write(self, response: web.StreamResponse, data: bytes) -> None:
         """A client that reads nothing for `write_s` is cut."""
@@ -412,116 +465,9 @@ async def _merge(streams: list[Any]) -> AsyncIterator[tuple[int, Event]]:
             task.cancel()
 
 
-class Shape:
-    """How the events of a stream look. `usages` are those of the requests that have finished."""
-
-    kind = ""
-
-    def __init__(self, name: str, created: int, asked: openai.Common) -> None:
-        self._head = {"id": name, "object": self.kind, "created": created, "model": asked.model}
-        told = asked.stream_options
-        self._has_usage = told is not None and told.include_usage
-        self._is_continuous = told is not None and told.continuous_usage_stats
-        self._num_choices = asked.n or 1
-        self._prompt_tokens: dict[int, int] = {}
-        self._completion_tokens = 0
-        self._usages: list[Usage] = []
-
-    def start(self) -> bytes:
-        return b""
-
-    def events(self, number: int, event: Event) -> bytes:
-        """What one native event of prompt `number` becomes."""
-        if isinstance(event, Delta) and event.prompt_tokens:
-            self._prompt_tokens[number] = event.prompt_tokens
-        if isinstance(event, Delta | Ended | Finished):
-            self._completion_tokens += len(event.ids)
-        if isinstance(event, Finished):
-            self._usages.append(event.usage)
-            self._prompt_tokens[number] = event.usage.prompt_tokens
-        made = b""
-        index = number * self._num_choices
-        if isinstance(event, Echo):
-            made = self._chunk(index, event.text, event.logprobs)
-        elif isinstance(event, Delta):
-            made = self._chunk(index + event.choice, event.text, event.logprobs)
-        elif isinstance(event, Ended):
-            made = self._chunk(index + event.choice, event.text, event.logprobs)
-            made += self._end(index + event.choice, event.reason)
-        elif isinstance(event, Finished) and self._num_choices == 1:
-            made = self._chunk(index, event.text, event.logprobs) + self._end(index, event.reason)
-        return made
-
-    def _chunk(self, index: int, text: str, logprobs: list[TokenLogprob]) -> bytes:
-        raise NotImplementedError
-
-    def _end(self, index: int, reason: str) -> bytes:
-        raise NotImplementedError
-
-    def _event(self, choice: dict[str, Any]) -> bytes:
-        told = {**self._head, "choices": [choice]}
-        if self._is_continuous:
-            prompt_tokens = sum(self._prompt_tokens.values())
-            told["usage"] = openai.usage(Usage(prompt_tokens, self._completion_tokens, 0))
-        elif self._has_usage:
-            told["usage"] = None
-        return _event(told)
-
-    def finish(self) -> bytes:
-        """The last event, where usage was asked for."""
-        if not self._has_usage:
-            return b""
-        return _event({**self._head, "choices": [], "usage": openai.usage(openai.total(self._usages))})
-
-
-class ChatShape(Shape):
-    """chat.completion.chunk."""
-
-    kind = "chat.completion.chunk"
-
-    def __init__(self, name: str, created: int, asked: openai.ChatRequest) -> None:
-        super().__init__(name, created, asked)
-        self._has_logprobs = bool(asked.logprobs)
-
-    def _choice(self, index: int, delta: dict[str, str], reason: str | None, logprobs: Any = None) -> bytes:
-        return self._event({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
-
-    def start(self) -> bytes:
-        return b"".join(
-            self._choice(index, {"role": "assistant", "content": ""}, None) for index in range(self._num_choices)
-        )
-
-    def _chunk(self, index: int, text: str, logprobs: list[TokenLogprob]) -> bytes:
-        if not text and not logprobs:
-            return b""
-        told = openai.chat_logprobs(logprobs) if self._has_logprobs else None
-        return self._choice(index, {"content": text}, None, told)
-
-    def _end(self, index: int, reason: str) -> bytes:
-        return self._choice(index, {}, reason)
-
-
-class PlainShape(Shape):
-    """text_completion."""
-
-    kind = "text_completion"
-
-    def __init__(self, name: str, created: int, asked: openai.CompletionRequest) -> None:
-        super().__init__(name, created, asked)
-        self._num_top = asked.logprobs
-        self._offsets: Counter[int] = Counter()
-
-    def _chunk(self, index: int, text: str, logprobs: list[TokenLogprob]) -> bytes:
-        if not text and not logprobs:
-            return b""
-        told = None
-        if self._num_top is not None:
-            told = openai.plain_logprobs(logprobs, self._num_top, self._offsets[index])
-        self._offsets[index] += len(text)
-        return self._event({"index": index, "text": text, "logprobs": told, "finish_reason": None})
-
-    def _end(self, index: int, reason: str) -> bytes:
-        return self._event({"index": index, "text": "", "logprobs": None, "finish_reason": reason})
+def as_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    told = {"Content-Type": "application/json", **(headers or {})}
+    return web.Response(body=msgspec.json.encode(value), status=status, headers=told)
 
 
 def _on_malformed(
@@ -536,7 +482,7 @@ def _on_malformed(
     if request.writer.output_size > 0:
         raise ConnectionError("the answer has begun")
     what = "the engine failed" if status >= 500 else "the request is no well-formed HTTP"
-    answer = _json(error_body(EngineError(_code(status), what), status), status, {"Server": "engine"})
+    answer = as_json(error_body(EngineError(code_of(status), what), status), status, {"Server": "engine"})
     answer.force_close()
     return answer
 
@@ -550,6 +496,18 @@ async def _sign(_: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "engine"
 
 
+def _renamed(error: EngineError, name: str) -> EngineError:
+    """The error with the field as this endpoint calls it."""
+    field = error.field
+    if field in {"request", "prompt"}:
+        field = name
+    elif field.startswith("messages"):
+        field = name + field.removeprefix("messages")
+    elif field == "max_tokens":
+        field = "max_output_tokens"
+    return EngineError(error.code, error.message, field, error.retry_after_s)
+
+
 def _route(model: str) -> str:
     """A model's name as a route. Raises EngineError when it cannot be one."""
     if not 1 <= len(model) <= 64:
@@ -561,29 +519,3 @@ def _whole(
     kind: str, name: str, created: int, model: str, choices: list[dict[str, Any]], told: dict[str, Any]
 ) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": created, "model": model, "choices": choices, "usage": told}
-
-
-def _event(value: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    told = {"Content-Type": "application/json", **(headers or {})}
-    return web.Response(body=msgspec.json.encode(value), status=status, headers=told)
-
-
-def _explained(error: Exception) -> EngineError:
-    """What is wrong with a body, by field."""
-    if isinstance(error, RecursionError):
-        return openai.invalid("", "the body is nested too deeply")
-    text, _, path = str(error).replace("at `key` in `$", "at `$").partition(" - at `$")
-    field = path.rstrip("`").lstrip(".")
-    if not field and isinstance(error, msgspec.ValidationError) and "`" in text and "field" in text:
-        field = text.split("`")[1]
-    return openai.invalid(field, text)
-
-
-def _code(status: int) -> Code:
-    if status == 404:
-        return Code.NOT_FOUND
-    return Code.TOO_LARGE if status == 413 else Code.INVALID if status < 500 else Code.INTERNAL

@@ -5,13 +5,23 @@ request and is not built is refused by name; other unknown fields are ignored.
 """
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
-import msgspec
 from msgspec import Meta, Raw, Struct
 
-from ipc.errors import Code, EngineError
-from ipc.messages import CHOICES_MAX, LOGPROBS_MAX, Bias, Message, Penalty, TokenId, TokenLogprob, Usage
+from engine.gateway.reply import invalid
+from ipc.messages import (
+    CHOICES_MAX,
+    LOGPROBS_MAX,
+    Bias,
+    Message,
+    Penalty,
+    TemplateArgs,
+    TokenId,
+    TokenIds,
+    TokenLogprob,
+    Usage,
+)
 from ipc.streams import Choice, Completion, Options
 
 PROMPTS_MAX: Final = 128
@@ -77,6 +87,7 @@ class Common(Struct, frozen=True):
     priority: Annotated[str, Meta(max_length=16)] = ""
     deadline_ms: Annotated[int, Meta(ge=0, le=604_800_000)] = 0
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
+    session: Annotated[str, Meta(max_length=256)] = ""
     response_format: ResponseFormat | None = None
     tools: Raw = Raw(b"")
     tool_choice: Raw = Raw(b"")
@@ -92,6 +103,9 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=LOGPROBS_MAX)] | None = None
     modalities: Annotated[list[str], Meta(max_length=8)] | None = None
+    reasoning_format: Literal["auto", "deepseek", "none"] | None = None
+    include_reasoning: bool | None = None
+    chat_template_kwargs: TemplateArgs | None = None
     audio: Raw = Raw(b"")
 
 
@@ -104,10 +118,6 @@ class CompletionRequest(Common, frozen=True, kw_only=True):
     best_of: Annotated[int, Meta(ge=1, le=CHOICES_MAX)] | None = None
     suffix: str | None = None
     parse_special: bool = False
-
-
-def invalid(field: str, message: str) -> EngineError:
-    return EngineError(Code.INVALID, message, field)
 
 
 def _refuse_unbuilt(request: Common) -> None:
@@ -132,7 +142,11 @@ def options(request: Common, default_max_tokens: int | None) -> Options:
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     made: Options = {
         "max_tokens": default_max_tokens if request.max_tokens is None else request.max_tokens,
-        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "min_p": request.min_p,
+        "repetition_penalty": request.repetition_penalty,
         "stop": stop,
         "stop_ids": request.stop_token_ids or [],
         "ignore_eos": request.ignore_eos,
@@ -143,10 +157,10 @@ def options(request: Common, default_max_tokens: int | None) -> Options:
         "cache_salt": request.cache_salt,
         "logit_bias": request.logit_bias or {},
     }
-    for name in ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
-        value = getattr(request, name)
-        if value is not None:
-            made[name] = value
+    if request.presence_penalty is not None:
+        made["presence_penalty"] = request.presence_penalty
+    if request.frequency_penalty is not None:
+        made["frequency_penalty"] = request.frequency_penalty
     if request.seed is not None:
         made["seed"] = request.seed & (2**63 - 1)
     return made
@@ -164,6 +178,8 @@ def chat_options(request: ChatRequest) -> Options:
     if request.logprobs:
         made["logprobs"] = request.top_logprobs or 0
     made["messages"] = [message(index, each) for index, each in enumerate(request.messages)]
+    made["split_reasoning"] = request.reasoning_format != "none"
+    made["template_args"] = request.chat_template_kwargs or {}
     return made
 
 
@@ -218,6 +234,24 @@ def completion_options(request: CompletionRequest) -> Options:
     return made
 
 
+class TokenizeRequest(Struct, frozen=True):
+    """POST /tokenize: a prompt or messages."""
+
+    model: str
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    parse_special: bool = False
+    chat_template_kwargs: TemplateArgs | None = None
+
+
+class DetokenizeRequest(Struct, frozen=True):
+    """POST /detokenize."""
+
+    model: str
+    tokens: TokenIds
+
+
 # Answers.
 
 
@@ -228,6 +262,7 @@ def usage(each: Usage | None) -> dict[str, Any]:
         "completion_tokens": told.completion_tokens,
         "total_tokens": told.prompt_tokens + told.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": told.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": told.reasoning_tokens},
     }
 
 
@@ -237,6 +272,7 @@ def total(parts: Sequence[Usage]) -> Usage:
         sum(each.prompt_tokens for each in parts),
         sum(each.completion_tokens for each in parts),
         sum(each.cached_tokens for each in parts),
+        sum(each.reasoning_tokens for each in parts),
     )
 
 
@@ -285,11 +321,14 @@ def plain_logprobs(entries: Sequence[TokenLogprob], num_top: int, offset: int = 
     }
 
 
-def chat_choice(index: int, choice: Choice, has_logprobs: bool) -> dict[str, Any]:
+def chat_choice(index: int, choice: Choice, asked: ChatRequest) -> dict[str, Any]:
+    told: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    if choice.reasoning and asked.include_reasoning is not False:
+        told["reasoning_content"] = choice.reasoning
     return {
         "index": index,
-        "message": {"role": "assistant", "content": choice.text, "refusal": None},
-        "logprobs": chat_logprobs(choice.logprobs) if has_logprobs else None,
+        "message": told,
+        "logprobs": chat_logprobs(choice.logprobs) if asked.logprobs else None,
         "finish_reason": choice.reason,
     }
 
@@ -305,8 +344,3 @@ def plain_choice(index: int, choice: Choice, answer: Completion, num_top: int | 
         "logprobs": plain_logprobs(entries, num_top) if num_top is not None else None,
         "finish_reason": choice.reason,
     }
-
-
-def encode(value: Any) -> bytes:
-    """Strict JSON."""
-    return msgspec.json.encode(value)

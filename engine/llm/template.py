@@ -7,7 +7,7 @@ template's own control tokens, the sentinel is removed, and each piece is encode
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from jinja2 import TemplateError
@@ -16,6 +16,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from ipc.errors import Code, EngineError
 
 RENDERED_MAX: Final = 4 * 1024 * 1024
+TAIL: Final = 64  # characters of a rendered prompt
 # Noncharacters: no text has them, and if a client's does, the next one is taken.
 SENTINELS: Final = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 
@@ -36,12 +37,19 @@ class ChatTemplate:
         longest_first = sorted(control_tokens, key=len, reverse=True)
         self._controls = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
-    def ids(self, messages: list[dict[str, str]], encode: Callable[[str, bool], list[int]]) -> list[int]:
-        """The prompt of a conversation, ready to be answered. Raises EngineError `invalid` naming `messages`."""
+    def ids(
+        self,
+        messages: list[dict[str, str]],
+        encode: Callable[[str, bool], list[int]],
+        arguments: Mapping[str, object] | None = None,
+    ) -> tuple[list[int], str]:
+        """The prompt of a conversation, ready to be answered, and its last characters. `arguments` are told to the
+        template beside the messages. Raises EngineError `invalid` naming `messages`."""
         sentinel = self._sentinel(messages)
         safe = [{key: self._broken(text, sentinel) for key, text in each.items()} for each in messages]
         try:
-            rendered = self._template.render(messages=safe, add_generation_prompt=True, **self._names)
+            told = {**self._broken_arguments(arguments or {}, sentinel), **self._names}
+            rendered = self._template.render({**told, "messages": safe, "add_generation_prompt": True})
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as error:
             raise EngineError(Code.INVALID, f"the chat template refuses them: {error}", "messages") from error
         if len(rendered) > RENDERED_MAX:
@@ -53,7 +61,15 @@ class ChatTemplate:
                 ids += encode(rendered[at : found.start()].replace(sentinel, ""), at == 0)
             ids.append(self._control_tokens[found[0]])
             at = found.end()
-        return ids + encode(rendered[at:].replace(sentinel, ""), at == 0) if at < len(rendered) else ids
+        if at < len(rendered):
+            ids += encode(rendered[at:].replace(sentinel, ""), at == 0)
+        return ids, rendered[-TAIL:]
+
+    def _broken_arguments(self, arguments: Mapping[str, object], sentinel: str) -> dict[str, object]:
+        return {
+            name: self._broken(value, sentinel) if isinstance(value, str) else value
+            for name, value in arguments.items()
+        }
 
     @staticmethod
     def _sentinel(messages: list[dict[str, str]]) -> str:

@@ -4,19 +4,24 @@ Knows no scheduler and no socket. Called by `worker/loop.py`; long texts are tak
 streams do not wait for a tokenizer. Every refusal names its field.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from engine.llm.blocks import namespace_key
 from engine.llm.detokenizer import Detokenizer
+from engine.llm.reasoning import OPEN, Reasoning
 from engine.llm.sequence import Sampling, Sequence
 from engine.worker.live import Answer, Live
 from engine.worker.loaded import Loaded
 from ipc.errors import Code, EngineError
 from ipc.messages import Assign, Generate, Message, Tokenize, Tokenized
 
+# Sampling that a request may leave to the model, and what it is when that says nothing.
+SAMPLED: Final = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 LONG_TEXT: Final = 16 * 1024  # characters: about 5 ms of a tokenizer
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -73,7 +78,7 @@ class Intake:
             text = b"".join(map(tokenizer.token_bytes, asked.ids)).decode(errors="replace")
             return Tokenized(asked.ids, text, self._max_model_len)
         if asked.messages:
-            ids = self._template_ids(asked.messages)
+            ids, _ = self._template_ids(asked.messages, asked.template_args)
         elif asked.add_special or asked.parse_special:
             ids = tokenizer.encode_prompt(asked.text, asked.parse_special)
         else:
@@ -81,9 +86,10 @@ class Intake:
         return Tokenized(ids, asked.text, self._max_model_len)
 
     def _live(self, assign: Assign, generate: Generate) -> Live:
+        generate = self._filled(generate)
         self._check(generate)
         tokenizer, prompt = self._loaded.tokenizer, generate.prompt
-        prompt_ids = self._prompt_ids(generate)
+        prompt_ids, tail = self._prompt_ids(generate)
         text = ""
         if generate.echo:
             is_text = isinstance(prompt, str) and prompt
@@ -92,12 +98,24 @@ class Intake:
         for choice in range(generate.n):
             sequence = self._sequence(assign, generate, prompt_ids, choice)
             detokenizer = Detokenizer(tokenizer, tuple(generate.stop), min_ids=generate.min_tokens)
-            live.answers.append(Answer(sequence, detokenizer))
+            answer = Answer(sequence, detokenizer)
+            if generate.messages and generate.split_reasoning and self._loaded.has_reasoning:
+                answer.reasoning = Reasoning(tail.rstrip().endswith(OPEN))
+            live.answers.append(answer)
         return live
+
+    def _filled(self, generate: Generate) -> Generate:
+        """With the model's own values where the request leaves them to it."""
+        missing = [name for name in SAMPLED if getattr(generate, name) is None]
+        if not missing:
+            return generate
+        return msgspec.structs.replace(
+            generate, **{name: self._loaded.defaults.get(name, SAMPLED[name]) for name in missing}
+        )
 
     def _check(self, generate: Generate) -> None:
         """What no single field can say, and what only this model knows."""
-        if generate.top_p == 0 and generate.temperature > 0:
+        if generate.top_p == 0 and generate.temperature:
             raise EngineError(Code.INVALID, "top_p 0 leaves nothing to sample from", "top_p")
         max_tokens = generate.max_tokens
         if max_tokens is not None and generate.min_tokens > max_tokens:
@@ -144,19 +162,19 @@ class Intake:
             is_scored=generate.echo and generate.logprobs is not None and choice == 0,
         )
 
-    def _prompt_ids(self, generate: Generate) -> list[int]:
-        """The prompt, or the conversation by the model's template."""
+    def _prompt_ids(self, generate: Generate) -> tuple[list[int], str]:
+        """The prompt, or the conversation by the model's template and how that ends."""
         tokenizer, prompt = self._loaded.tokenizer, generate.prompt
         if generate.messages:
             if prompt:
                 raise EngineError(Code.INVALID, "prompt and messages exclude each other", "messages")
-            return self._template_ids(generate.messages)
+            return self._template_ids(generate.messages, generate.template_args)
         if isinstance(prompt, str):
-            return tokenizer.encode_prompt(prompt, generate.parse_special)
+            return tokenizer.encode_prompt(prompt, generate.parse_special), ""
         tokenizer.check(prompt)
-        return prompt
+        return prompt, ""
 
-    def _template_ids(self, messages: list[Message]) -> list[int]:
+    def _template_ids(self, messages: list[Message], arguments: Mapping[str, object]) -> tuple[list[int], str]:
         template = self._loaded.template
         if template is None:
             raise EngineError(Code.INVALID, "this model has no chat template; send a prompt", "messages")
@@ -166,18 +184,18 @@ class Intake:
                 message = f"there is no role {each.role[:64]!r}; there are {', '.join(ROLES)}"
                 raise EngineError(Code.INVALID, message, f"messages[{index}].role")
             turns.append({"role": ROLES[each.role], "content": each.content})
-        return template.ids(turns, self._loaded.tokenizer.encode)
+        return template.ids(turns, self._loaded.tokenizer.encode, arguments)
 
 
 def _sampling(generate: Generate) -> Sampling | None:
     """None where the likeliest token is always taken, with nothing changed."""
     bias = tuple(sorted(generate.logit_bias.items()))
     sampling = Sampling(
-        generate.temperature,
-        max(0, generate.top_k),
-        generate.top_p if generate.top_p > 0 else 1.0,
-        generate.min_p,
-        generate.repetition_penalty,
+        generate.temperature or 0.0,
+        max(0, generate.top_k or 0),
+        generate.top_p or 1.0,
+        generate.min_p or 0.0,
+        generate.repetition_penalty or 1.0,
         generate.presence_penalty,
         generate.frequency_penalty,
         bias,

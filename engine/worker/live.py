@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from engine.llm.detokenizer import Detokenizer
+from engine.llm.reasoning import Reasoning
 from engine.llm.runner import Logprob
 from engine.llm.sequence import Sequence
 from ipc import codec
@@ -43,6 +44,21 @@ class Answer:
     held_logprobs: list[TokenLogprob] = field(default_factory=list)
     num_emitted: int = 0
     last_at: float = 0.0  # when its last token was committed
+    reasoning: Reasoning | None = None  # where what the model thinks is told apart
+    held_thoughts: list[str] = field(default_factory=list)
+    num_thought: int = 0  # tokens
+
+    def split(self, num_ids: int, text: str, is_last: bool) -> tuple[str, str]:
+        """What of its text is thought, and what is said. A token counts as thought while thoughts are open after it."""
+        if self.reasoning is None:
+            return "", text
+        thoughts, said = self.reasoning.push(text)
+        if self.reasoning.is_inside:
+            self.num_thought += num_ids
+        if is_last:
+            rest = self.reasoning.finish()
+            thoughts, said = thoughts + rest[0], said + rest[1]
+        return thoughts, said
 
 
 @dataclass(slots=True)
@@ -64,7 +80,8 @@ class Live:
     def usage(self) -> Usage:
         first = self.answers[0].sequence
         num_completion = sum(answer.num_emitted for answer in self.answers)
-        return Usage(first.num_prompt_tokens, num_completion, first.num_cached_tokens)
+        num_thought = sum(answer.num_thought for answer in self.answers)
+        return Usage(first.num_prompt_tokens, num_completion, first.num_cached_tokens, num_thought)
 
 
 def told(logprob: Logprob, token_bytes: Callable[[int], bytes]) -> TokenLogprob:
@@ -134,12 +151,14 @@ class StepEntries:
         """More of an answer. A whole one's text waits here for its end; the front gets the ids all the same."""
         index, choice = answer.num_emitted, answer.sequence.choice
         answer.num_emitted = index + len(ids)
+        thoughts, text = answer.split(len(ids), text, False)
         if live.is_stream:
             prompt_tokens = 0 if index or choice else answer.sequence.num_prompt_tokens
-            payload = codec.encode(Delta(live.name, index, text, ids, choice, logprobs, prompt_tokens))
+            payload = codec.encode(Delta(live.name, index, text, ids, choice, logprobs, prompt_tokens, thoughts))
         else:
             payload = b""
             answer.held_text.append(text)
+            answer.held_thoughts.append(thoughts)
             answer.held_ids += ids
             answer.held_logprobs += logprobs
         self._add(live, index, ids, payload, choice)
@@ -149,16 +168,19 @@ class StepEntries:
         index, choice = answer.num_emitted, answer.sequence.choice
         answer.num_emitted = index + len(ids)
         start = index if live.is_stream else 0
-        text = "".join(answer.held_text) + text
+        thoughts, text = answer.split(len(ids), text, True)
+        text, thoughts = "".join(answer.held_text) + text, "".join(answer.held_thoughts) + thoughts
         whole_ids, whole_logprobs = answer.held_ids + ids, answer.held_logprobs + logprobs
         matched, reason = answer.detokenizer.matched or "", answer.reason
         seed = answer.sequence.seed
         if len(live.answers) == 1:
-            event = Finished(live.name, start, text, whole_ids, reason, live.usage, seed, matched, whole_logprobs)
+            event = Finished(
+                live.name, start, text, whole_ids, reason, live.usage, seed, matched, whole_logprobs, thoughts
+            )
             self._end(live, Outcome.FINISHED)
             self._add(live, index, ids, codec.encode(event))
             return
-        ended = Ended(live.name, start, text, whole_ids, choice, reason, matched, whole_logprobs)
+        ended = Ended(live.name, start, text, whole_ids, choice, reason, matched, whole_logprobs, thoughts)
         self._add(live, index, ids, codec.encode(ended), choice)
         if all(each.reason for each in live.answers):
             first = live.answers[0]

@@ -11,8 +11,9 @@ from typing import Final
 
 import torch
 
-from engine.config import Deployment, Llm
+from engine.config import Defaults, Deployment, Llm
 from engine.llm.model_runner import ModelRunner
+from engine.llm.reasoning import OPEN
 from engine.llm.template import ChatTemplate
 from engine.models.checkpoint import Checkpoint, assemble
 from engine.models.config import ModelConfig, ModelError
@@ -65,7 +66,15 @@ def load_llm(deployment: Deployment, cache_dir: str, enter: Callable[[str], None
         is_exact,
         num_blocks=num_blocks,
         device=str(device),
+        defaults=sampling_defaults(deployment.defaults, text.defaults),
+        has_reasoning=llm.reasoning == "think" or (llm.reasoning == "auto" and OPEN in text.template),
     )
+
+
+def sampling_defaults(configured: Defaults, told: dict[str, float]) -> dict[str, float]:
+    """What a request gets that leaves a field to the model: as configured, or else as the model's files say."""
+    values = {name: getattr(configured, name) for name in Defaults.__struct_fields__}
+    return {**told, **{name: value for name, value in values.items() if value != -1}}
 
 
 def open_model(path: Path) -> tuple[Checkpoint, Text]:

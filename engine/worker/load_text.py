@@ -3,10 +3,10 @@
 Knows no weights. Called by `worker/load_llm.py` and by the export of a model.
 """
 
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from engine.llm.text_tokenizer import TextTokenizer
 from engine.llm.vocabulary import Lists, Settings, from_json, from_lists
@@ -23,10 +23,22 @@ class Text:
 
     tokenizer: TextTokenizer
     template: str
+    defaults: dict[str, float] = field(default_factory=dict)  # how the model wants to be sampled, by field
 
 
 class _Generation(Struct, frozen=True):
     eos_token_id: int | list[int] | None = None
+    do_sample: bool | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+
+    def defaults(self) -> dict[str, float]:
+        """What is said about sampling. `do_sample` false alone says nothing: it is what files say that do not care."""
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 class _TokenizerConfig(Struct, frozen=True):
@@ -90,7 +102,7 @@ def folder_text(folder: Folder) -> Text:
         raise ModelError(str(path), f"{error}") from None
     if not tokenizer.eos_ids:
         raise ModelError(folder.source, "nothing says which token ends a text (eos_token_id)")
-    return Text(tokenizer, _template(folder, told))
+    return Text(tokenizer, _template(folder, told), generation.defaults())
 
 
 def _ids(value: int | list[int] | None) -> set[int]:

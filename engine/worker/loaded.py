@@ -1,7 +1,7 @@
 """Owns what loading gives to the loop. Knows nothing else; imports neither torch nor a template engine by itself."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from engine.llm.runner import Runner
@@ -11,7 +11,12 @@ from engine.llm.tokenizer import Tokenizer
 class Template(Protocol):
     """A chat template: `engine.llm.template.ChatTemplate` where there is one."""
 
-    def ids(self, messages: list[dict[str, str]], encode: Callable[[str, bool], list[int]]) -> list[int]: ...
+    def ids(
+        self,
+        messages: list[dict[str, str]],
+        encode: Callable[[str, bool], list[int]],
+        arguments: Mapping[str, object] | None = None,
+    ) -> tuple[list[int], str]: ...
 
 
 @dataclass(slots=True)
@@ -30,3 +35,5 @@ class Loaded:
     has_logits: bool = True
     num_blocks: int = 0
     device: str = "cpu"
+    defaults: dict[str, float] = field(default_factory=dict)  # sampling, for fields that a request leaves to the model
+    has_reasoning: bool = False

@@ -15,7 +15,7 @@ REPORT = m.StatusReport("0.1.0", "ready", 7, 1.5, "ab", [m.RouteReport("sim", Tr
 MESSAGES = {
     Kind.HELLO: (m.Head(), m.Hello(client="me")),
     Kind.GENERATE: (m.GenerateHead("1", "sim"), m.Generate("hi", max_tokens=4)),
-    Kind.CANCEL: (m.Head(request="1"), m.Empty()),
+    Kind.CANCEL: (m.OwnerHead("1"), m.Empty()),
     Kind.MODELS: (m.Head(), m.Empty()),
     Kind.STATUS: (m.Head(), m.Empty()),
     Kind.PING: (HEAD, m.Empty()),
@@ -23,6 +23,8 @@ MESSAGES = {
     Kind.TOKENIZE: (m.RouteHead("?1", "sim"), m.Tokenize("hi", add_special=False)),
     Kind.METRICS: (m.Head(), m.Empty()),
     Kind.COUNT: (m.Head(), m.Counts({"/v1/models 200": 3})),
+    Kind.FETCH: (m.OwnerHead("1", "tenant"), m.Empty()),
+    Kind.FORGET: (m.OwnerHead("1"), m.Empty()),
     Kind.WELCOME: (m.Head(), m.Welcome(1, 0, 5, 1.0, 5, 1_048_576, 8192)),
     Kind.EVENTS: (m.EventsHead([3, 4]), None),
     Kind.MODEL_LIST: (m.Head(), m.ModelList([m.Model("sim", True, 2048, "sim-1")])),
@@ -31,6 +33,7 @@ MESSAGES = {
     Kind.ERROR: (m.Head(request="1"), m.Error("invalid", "no", "prompt", "1", 0.5)),
     Kind.TOKENIZED: (m.Head(request="?1"), m.Tokenized([104, 105], "hi", 2048)),
     Kind.METRICS_TEXT: (m.Head(), None),
+    Kind.KEPT: (m.Head(request="1"), m.Kept("running", 1.5, [30])),
     Kind.WORKER_HELLO: (m.WorkerHello("token", 0, 3, 99), None),
     Kind.WORKER_READY: (m.WorkerReady(3, 64, 8192, 16, 2048, "sim-1", True), None),
     Kind.EMISSIONS: (
@@ -105,6 +108,12 @@ FRAMES = {
     Kind.ADMIN_REPLY: (
         "454e015100/80/83a26f6bc3a76d657373616765a4646f6e65a76368616e67656491ae66726f6e742e7363616e5f6d6178"
     ),
+    Kind.FETCH: ("454e010b00/82a772657175657374a131a674656e616e74a674656e616e74/80"),
+    Kind.FORGET: ("454e010c00/81a772657175657374a131/80"),
+    Kind.KEPT: (
+        "454e011900/81a772657175657374a131/83a57374617465a772756e6e696e67a56167655f73cb3ff8000000000000a7"
+        "6c656e67746873911e"
+    ),
     Kind.TOKENIZE: (
         "454e010800/82a772657175657374a23f31a5726f757465a373696d/82a474657874a26869ab6164645f7370656369616cc2"
     ),
@@ -122,8 +131,9 @@ EVENT_BYTES = {
     "delta": ("85a474797065a564656c7461a772657175657374a131a5696e64657802a474657874a26162a3696473926162"),
     "finished": (
         "89a474797065a866696e6973686564a772657175657374a131a5696e64657804a474657874a163a36964739163a67265"
-        "61736f6ea473746f70a5757361676583ad70726f6d70745f746f6b656e7303b1636f6d706c6574696f6e5f746f6b656e"
-        "7304ad6361636865645f746f6b656e7302a4736565642aa76d617463686564a10a"
+        "61736f6ea473746f70a5757361676584ad70726f6d70745f746f6b656e7303b1636f6d706c6574696f6e5f746f6b656e"
+        "7304ad6361636865645f746f6b656e7302b0726561736f6e696e675f746f6b656e7300a4736565642aa76d6174636865"
+        "64a10a"
     ),
     "failed": (
         "85a474797065a66661696c6564a772657175657374a131a4636f6465aa6f7665726c6f61646564a76d657373616765a4"
@@ -147,6 +157,15 @@ EVENT_BYTES = {
 }
 
 # What earlier versions sent, with what it means today: new positions have their defaults.
+OLDER_EVENTS = [
+    (
+        "finished",
+        "89a474797065a866696e6973686564a772657175657374a131a5696e64657804a474657874a163a36964739163a67265"
+        "61736f6ea473746f70a5757361676583ad70726f6d70745f746f6b656e7303b1636f6d706c6574696f6e5f746f6b656e"
+        "7304ad6361636865645f746f6b656e7302a4736565642aa76d617463686564a10a",
+    ),
+]
+
 OLDER_FRAMES = [
     (
         Kind.GENERATE,

@@ -9,7 +9,7 @@ import pytest
 from ipc import codec, messages
 from ipc.errors import RETRYABLE, Code
 from ipc.messages import Kind
-from tests.ipc.golden import EVENT_BYTES, EVENTS, FRAMES, MESSAGES, OLDER_FRAMES
+from tests.ipc.golden import EVENT_BYTES, EVENTS, FRAMES, MESSAGES, OLDER_EVENTS, OLDER_FRAMES
 
 README = (Path(codec.__file__).parent / "README.md").read_text()
 
@@ -33,6 +33,13 @@ def test_bytes_of_earlier_versions_decode(kind: Kind, frames: str):
     assert codec.decode(golden[1], type(head), "head") == head
     if body is not None:
         assert codec.decode(golden[2], type(body)) == body
+
+
+@pytest.mark.parametrize(("name", "data"), OLDER_EVENTS)
+def test_events_of_earlier_versions_decode(name: str, data: str):
+    body = bytes.fromhex(data)
+    frames = [codec.ENVELOPES[Kind.EVENTS], codec.encode(messages.EventsHead([len(body)])), body]
+    assert codec.decode_events(frames) == [EVENTS[name]]
 
 
 @pytest.mark.parametrize("name", list(EVENTS))
@@ -82,6 +89,8 @@ def test_the_specification_lists_every_kind():
         messages.Tokenize,
         messages.Tokenized,
         messages.Counts,
+        messages.OwnerHead,
+        messages.Kept,
     ],
 )
 def test_the_specification_names_every_field_of_a_map(struct: type[msgspec.Struct]):

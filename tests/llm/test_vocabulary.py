@@ -122,9 +122,9 @@ def test_one_bos_whoever_writes_it():
     """vllm#27515: a template that writes BOS, and a vocabulary that adds it to prompts."""
     made = tokenizer(is_bos_added=True)
     template = ChatTemplate("{{ bos_token }}" + TEMPLATE, made.control_tokens, made.names)
-    ids = template.ids([{"role": "user", "content": "hi"}], made.encode)
+    ids, _ = template.ids([{"role": "user", "content": "hi"}], made.encode)
     assert ids == [1, 1, *made.encode("user\nhi"), 0, 1, *made.encode("assistant\n")]  # as the template says, no more
-    plain = ChatTemplate(TEMPLATE, made.control_tokens, made.names).ids(
+    plain, _ = ChatTemplate(TEMPLATE, made.control_tokens, made.names).ids(
         [{"role": "user", "content": "hi"}], made.encode
     )
     assert plain == ids[1:]

@@ -1,0 +1,143 @@
+"""Owns how the events of a request look as server-sent events: chunks of chat and of plain completions.
+
+Pure: events of the native client in, bytes out. Knows no socket. Called by the handlers, one shape per stream.
+"""
+
+from collections import Counter
+from typing import Any, Protocol
+
+from engine.gateway import openai
+from engine.gateway.reply import DONE, error_body, sse, status_of
+from ipc.errors import EngineError
+from ipc.messages import Delta, Echo, Ended, Event, Finished, TokenLogprob, Usage
+
+
+class Shape(Protocol):
+    """What a stream of one endpoint says at its beginning, for each event, at a fault and at its end."""
+
+    num_tokens: int
+
+    def start(self) -> bytes: ...
+    def events(self, number: int, event: Event) -> bytes: ...
+    def fail(self, error: EngineError) -> bytes: ...
+    def finish(self) -> bytes: ...
+
+
+class ChunkShape:
+    """What chat and plain completions share. Ends with [DONE]."""
+
+    kind = ""
+
+    def __init__(self, name: str, created: int, asked: openai.Common) -> None:
+        self._head = {"id": name, "object": self.kind, "created": created, "model": asked.model}
+        told = asked.stream_options
+        self._has_usage = told is not None and told.include_usage
+        self._is_continuous = told is not None and told.continuous_usage_stats
+        self._num_choices = asked.n or 1
+        self._prompt_tokens: dict[int, int] = {}
+        self.num_tokens = 0
+        self._usages: list[Usage] = []
+
+    def start(self) -> bytes:
+        return b""
+
+    def events(self, number: int, event: Event) -> bytes:
+        """What one native event of prompt `number` becomes."""
+        if isinstance(event, Delta) and event.prompt_tokens:
+            self._prompt_tokens[number] = event.prompt_tokens
+        if isinstance(event, Delta | Ended | Finished):
+            self.num_tokens += len(event.ids)
+        if isinstance(event, Finished):
+            self._usages.append(event.usage)
+            self._prompt_tokens[number] = event.usage.prompt_tokens
+        made = b""
+        index = number * self._num_choices
+        if isinstance(event, Echo):
+            made = self._chunk(index, event.text, event.logprobs)
+        elif isinstance(event, Delta):
+            made = self._chunk(index + event.choice, event.text, event.logprobs, event.reasoning)
+        elif isinstance(event, Ended):
+            made = self._chunk(index + event.choice, event.text, event.logprobs, event.reasoning)
+            made += self._end(index + event.choice, event.reason)
+        elif isinstance(event, Finished) and self._num_choices == 1:
+            made = self._chunk(index, event.text, event.logprobs, event.reasoning) + self._end(index, event.reason)
+        return made
+
+    def _chunk(self, index: int, text: str, logprobs: list[TokenLogprob], thoughts: str = "") -> bytes:
+        raise NotImplementedError
+
+    def _end(self, index: int, reason: str) -> bytes:
+        raise NotImplementedError
+
+    def _event(self, choice: dict[str, Any]) -> bytes:
+        told = {**self._head, "choices": [choice]}
+        if self._is_continuous:
+            prompt_tokens = sum(self._prompt_tokens.values())
+            told["usage"] = openai.usage(Usage(prompt_tokens, self.num_tokens, 0))
+        elif self._has_usage:
+            told["usage"] = None
+        return sse(told)
+
+    def fail(self, error: EngineError) -> bytes:
+        """A fault after the beginning: the last event."""
+        return sse(error_body(error, status_of(error)))
+
+    def finish(self) -> bytes:
+        """The last events, with the usage where it was asked for."""
+        if not self._has_usage:
+            return DONE
+        return sse({**self._head, "choices": [], "usage": openai.usage(openai.total(self._usages))}) + DONE
+
+
+class ChatShape(ChunkShape):
+    """chat.completion.chunk."""
+
+    kind = "chat.completion.chunk"
+
+    def __init__(self, name: str, created: int, asked: openai.ChatRequest) -> None:
+        super().__init__(name, created, asked)
+        self._has_logprobs = bool(asked.logprobs)
+        self._has_reasoning = asked.include_reasoning is not False
+
+    def _choice(self, index: int, delta: dict[str, str], reason: str | None, logprobs: Any = None) -> bytes:
+        return self._event({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+
+    def start(self) -> bytes:
+        return b"".join(
+            self._choice(index, {"role": "assistant", "content": ""}, None) for index in range(self._num_choices)
+        )
+
+    def _chunk(self, index: int, text: str, logprobs: list[TokenLogprob], thoughts: str = "") -> bytes:
+        delta = {"reasoning_content": thoughts} if thoughts and self._has_reasoning else {}
+        if text:
+            delta["content"] = text
+        if not delta and not logprobs:
+            return b""
+        told = openai.chat_logprobs(logprobs) if self._has_logprobs else None
+        return self._choice(index, delta or {"content": ""}, None, told)
+
+    def _end(self, index: int, reason: str) -> bytes:
+        return self._choice(index, {}, reason)
+
+
+class PlainShape(ChunkShape):
+    """text_completion."""
+
+    kind = "text_completion"
+
+    def __init__(self, name: str, created: int, asked: openai.CompletionRequest) -> None:
+        super().__init__(name, created, asked)
+        self._num_top = asked.logprobs
+        self._offsets: Counter[int] = Counter()
+
+    def _chunk(self, index: int, text: str, logprobs: list[TokenLogprob], thoughts: str = "") -> bytes:
+        if not text and not logprobs:
+            return b""
+        told = None
+        if self._num_top is not None:
+            told = openai.plain_logprobs(logprobs, self._num_top, self._offsets[index])
+        self._offsets[index] += len(text)
+        return self._event({"index": index, "text": text, "logprobs": told, "finish_reason": None})
+
+    def _end(self, index: int, reason: str) -> bytes:
+        return self._event({"index": index, "text": "", "logprobs": None, "finish_reason": reason})
