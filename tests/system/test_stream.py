@@ -93,8 +93,11 @@ def test_the_same_prompt_is_cached_the_second_time(client: Client):
     """ROCm/ATOM#939: the prefix cache silently never hit."""
     prompt = "cache me " * 20
     used = [client.generate("sim", prompt, max_tokens=3, seed=1, ignore_eos=True).usage for _ in range(6)]
+    # Two replicas, each with a cache of its own: on each the first time finds nothing, every later one all blocks.
+    found = sorted(usage.cached_tokens for usage in used)
     assert used[0].cached_tokens == 0
-    assert used[-1].cached_tokens == len(prompt) // 16 * 16
+    assert found[2:] == [len(prompt) // 16 * 16] * 4
+    assert found[1] in {0, len(prompt) // 16 * 16}
     salted = client.generate("sim", prompt, max_tokens=3, seed=1, ignore_eos=True, cache_salt="other")
     assert salted.usage.cached_tokens == 0
     assert salted.ids == chain(prompt, 1, 3)
