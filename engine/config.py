@@ -344,7 +344,7 @@ def _checked(config: Config, source: str) -> Config:
                 raise ConfigError(f"{alias!r} is a name already", f"{path}.aliases", source)
         for name in Defaults.__struct_fields__:
             value = getattr(deployment.defaults, name)
-            if value != -1 and (value < 0 or (value == 0 and name in {"top_p", "repetition_penalty"})):
+            if value != -1 and (value < 0 or (value < 0.01 and name in {"top_p", "repetition_penalty"})):
                 raise ConfigError(f"{value} is out of bounds; -1 is the model's own", f"{path}.defaults.{name}", source)
         if deployment.runner == "tensor":
             raise ConfigError("'tensor' is not built yet; 'llm' and 'sim' are", f"{path}.runner", source)

@@ -171,7 +171,7 @@ class Generate(Struct, frozen=True, omit_defaults=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = 0
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = 0.0
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = 1.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = 1.0
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] = {}

@@ -21,6 +21,7 @@ from engine.clock import stamp
 from engine.config import Http
 from engine.gateway import openai, responses
 from engine.gateway.keys import Key, Keyring, class_within
+from engine.gateway.openapi import ENDPOINTS, document
 from engine.gateway.reply import code_of, error_body, explained, invalid, status_of
 from engine.gateway.shapes import ChatShape, PlainShape, Shape
 from ipc.errors import RETRYABLE, Code, EngineError
@@ -41,7 +42,7 @@ POLL_S: Final = 0.2
 STALE_S: Final = 1.0  # a snapshot older than this says nothing
 COUNT_S: Final = 1.0
 ID_MAX: Final = 128
-OPEN_PATHS: Final = frozenset({"/livez", "/readyz", "/startupz", "/health"})
+OPEN_PATHS: Final = frozenset(each.path for each in ENDPOINTS if each.is_open)
 PING: Final = b": waiting\n\n"
 SSE_HEADERS: Final = {
     "Content-Type": "text/event-stream; charset=utf-8",
@@ -76,22 +77,9 @@ class Door:
         """The routes. Every one but health is guarded."""
         made = web.Application(client_max_size=self._config.body_bytes_max, middlewares=[self._around])
         made.on_response_prepare.append(_sign)
-        made.router.add_get("/livez", self._livez)
-        made.router.add_get("/readyz", self._readyz)
-        made.router.add_get("/startupz", self._startupz)
-        made.router.add_get("/health", self._readyz)
-        made.router.add_get("/metrics", self._metrics)
-        made.router.add_get("/v1/models", self._models)
-        made.router.add_get("/v1/models/{id:.+}", self._model)
-        made.router.add_post("/v1/chat/completions", self._chat)
-        made.router.add_post("/v1/completions", self._complete)
-        made.router.add_post("/v1/responses", self._respond)
-        made.router.add_get("/v1/responses/{id}", self._response)
-        made.router.add_delete("/v1/responses/{id}", self._forget_response)
-        made.router.add_post("/v1/responses/{id}/cancel", self._cancel_response)
-        made.router.add_get("/v1/responses/{id}/input_items", self._response_input)
-        made.router.add_post("/tokenize", self._tokenize)
-        made.router.add_post("/detokenize", self._detokenize)
+        for each in ENDPOINTS:
+            path = each.path.replace("/v1/models/{id}", "/v1/models/{id:.+}")  # a name may have slashes
+            made.router.add_route(each.method, path, getattr(self, f"_{each.name}"))
         return made
 
     # Around every request.
@@ -182,22 +170,28 @@ class Door:
             return False
         return any(route.is_ready for route in status.routes)
 
-    def _health(self, is_good: bool) -> web.Response:
+    def _told(self, is_good: bool) -> web.Response:
         state = self._status.state if self._status is not None else "unreachable"
         return as_json({"status": "ok" if is_good else "unavailable", "engine": state}, 200 if is_good else 503)
 
     async def _livez(self, _: web.Request) -> web.Response:
-        return self._health(True)
+        return self._told(True)
 
     async def _readyz(self, _: web.Request) -> web.Response:
-        return self._health(self._is_ready())
+        return self._told(self._is_ready())
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return self._told(self._is_ready())
 
     async def _startupz(self, _: web.Request) -> web.Response:
-        return self._health(self._was_ready)
+        return self._told(self._was_ready)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         text = await self._client.metrics()
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _openapi(self, _: web.Request) -> web.Response:
+        return as_json(document(self._keyring.has_keys))
 
     # Models.
 

@@ -46,6 +46,10 @@ class Keyring:
     def __init__(self, keys: Sequence[Key]) -> None:
         self._keys = [(bytes.fromhex(key.sha256), key) for key in keys]
 
+    @property
+    def has_keys(self) -> bool:
+        return bool(self._keys)
+
     def find(self, headers: Sequence[bytes]) -> Key | None:
         """The key of a request by its Authorization headers; None when it carries no right one."""
         if not self._keys:

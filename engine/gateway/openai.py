@@ -7,7 +7,7 @@ request and is not built is refused by name; other unknown fields are ignored.
 from collections.abc import Sequence
 from typing import Annotated, Any, Final, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from engine.gateway.reply import invalid
 from ipc.messages import (
@@ -33,6 +33,15 @@ Stop = Annotated[str, Meta(min_length=1, max_length=1024)]
 MaxTokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
+# A field that is read only to be refused when it says something.
+Unbuilt = Raw | UnsetType
+
+
+def says(value: Unbuilt, *harmless: bytes) -> bool:
+    """Whether a field that is not built asks for something."""
+    return not isinstance(value, UnsetType) and bytes(value) not in {*NOTHING, *harmless}
+
+
 class StreamOptions(Struct, frozen=True):
     """What a stream tells beside its text."""
 
@@ -52,9 +61,9 @@ class ChatMessage(Struct, frozen=True):
 
     role: str
     content: str | Annotated[list[Part], Meta(max_length=1024)] | None = None
-    tool_calls: Raw = Raw(b"")
-    function_call: Raw = Raw(b"")
-    audio: Raw = Raw(b"")
+    tool_calls: Unbuilt = UNSET
+    function_call: Unbuilt = UNSET
+    audio: Unbuilt = UNSET
 
 
 class ResponseFormat(Struct, frozen=True):
@@ -72,7 +81,7 @@ class Common(Struct, frozen=True):
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=1024)] | None = None
@@ -89,10 +98,10 @@ class Common(Struct, frozen=True):
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
     session: Annotated[str, Meta(max_length=256)] = ""
     response_format: ResponseFormat | None = None
-    tools: Raw = Raw(b"")
-    tool_choice: Raw = Raw(b"")
-    functions: Raw = Raw(b"")
-    function_call: Raw = Raw(b"")
+    tools: Unbuilt = UNSET
+    tool_choice: Unbuilt = UNSET
+    functions: Unbuilt = UNSET
+    function_call: Unbuilt = UNSET
 
 
 class ChatRequest(Common, frozen=True, kw_only=True):
@@ -106,7 +115,7 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     reasoning_format: Literal["auto", "deepseek", "none"] | None = None
     include_reasoning: bool | None = None
     chat_template_kwargs: TemplateArgs | None = None
-    audio: Raw = Raw(b"")
+    audio: Unbuilt = UNSET
 
 
 class CompletionRequest(Common, frozen=True, kw_only=True):
@@ -125,12 +134,12 @@ def _refuse_unbuilt(request: Common) -> None:
     if request.response_format is not None and request.response_format.type != "text":
         raise invalid("response_format", f"response_format {request.response_format.type!r} is not built; text is")
     for name in ("tools", "functions", "function_call"):
-        if bytes(getattr(request, name)) not in NOTHING:
+        if says(getattr(request, name)):
             raise invalid(name, f"{name} is not built")
-    if bytes(request.tool_choice) not in {*NOTHING, b'"none"', b'"auto"'}:
+    if says(request.tool_choice, b'"none"', b'"auto"'):
         raise invalid("tool_choice", "tool_choice is not built; there are no tools to choose from")
     if isinstance(request, ChatRequest):
-        if bytes(request.audio) not in NOTHING:
+        if says(request.audio):
             raise invalid("audio", "audio is not built")
         if request.modalities is not None and request.modalities != ["text"]:
             raise invalid("modalities", "only text is built")
@@ -186,7 +195,7 @@ def chat_options(request: ChatRequest) -> Options:
 def message(index: int, turn: ChatMessage) -> Message:
     """One turn as the engine takes it. Raises EngineError naming the part."""
     for name in ("tool_calls", "function_call", "audio"):
-        if bytes(getattr(turn, name)) not in NOTHING:
+        if says(getattr(turn, name)):
             raise invalid(f"messages[{index}].{name}", f"{name} is not built")
     content = turn.content
     if isinstance(content, list):

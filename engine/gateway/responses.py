@@ -7,7 +7,7 @@ written here, beside the events that the engine keeps; an object built from thos
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Struct
 
 from engine.gateway import openai
 from engine.gateway.reply import invalid, sse
@@ -53,8 +53,8 @@ class ResponsesRequest(openai.Common, frozen=True, kw_only=True):
     text: TextOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None
     chat_template_kwargs: TemplateArgs | None = None
-    conversation: Raw = Raw(b"")
-    prompt: Raw = Raw(b"")
+    conversation: openai.Unbuilt = UNSET
+    prompt: openai.Unbuilt = UNSET
 
 
 class Note(Struct, frozen=True):
@@ -100,7 +100,7 @@ def messages(request: ResponsesRequest) -> list[Message]:
 def options(request: ResponsesRequest, turns: list[Message]) -> Options:
     """The native options of a response to these turns. Raises EngineError naming the field."""
     for name in ("conversation", "prompt"):
-        if bytes(getattr(request, name)) not in openai.NOTHING:
+        if openai.says(getattr(request, name)):
             raise invalid(name, f"{name} is not built")
     if request.text is not None and request.text.format is not None and request.text.format.type != "text":
         raise invalid("text.format", f"format {request.text.format.type[:64]!r} is not built; text is")

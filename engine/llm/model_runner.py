@@ -117,19 +117,29 @@ class ModelRunner:
         chunk: the logits must be the same bits.
         """
         num_blocks = self.decoder.zero_slot // self._block_size
-        rest = min(num_tokens - 1, (num_blocks - 1) * self._block_size)
+        rest = self._filling(num_tokens - 1, num_blocks - 1)
         most = min(num_tokens, num_blocks)
         companies: list[tuple[list[int], list[int]]] = [([], [1] * count) for count in (1, 2, 3, 16) if count < most]
         companies += [(after, before) for before, after in companies[-1:]]
-        if rest > 0:
-            companies += [([], [rest]), ([rest], [])]
+        if rest:
+            companies += [([], rest), (rest, [])]
         reference = self._probe([], [])
         exact = all(torch.equal(reference, self._probe(before, after)) for before, after in companies)
-        exact = exact and self._is_chunking_exact(min(num_tokens, num_blocks * self._block_size))
+        exact = exact and self._is_chunking_exact(sum(self._filling(num_tokens, num_blocks)[:1]))
         num_used = (min(num_tokens, num_blocks) + 1) * self._block_size
         self.decoder.k_cache[:, :, :num_used] = 0
         self.decoder.v_cache[:, :, :num_used] = 0
         return exact
+
+    def _filling(self, num_tokens: int, num_blocks: int) -> list[int]:
+        """Lengths of sequences, as long as the context, that fill a step of so many tokens and blocks."""
+        lengths: list[int] = []
+        while num_tokens > 0 and num_blocks > 0:
+            length = min(num_tokens, num_blocks * self._block_size, self.decoder.context)
+            lengths.append(length)
+            num_tokens -= length
+            num_blocks -= (length + self._block_size - 1) // self._block_size
+        return lengths
 
     def _probe(self, before: list[int], after: list[int]) -> torch.Tensor:
         """Logits of token 1 at position 0, between other sequences of these lengths."""

@@ -117,8 +117,9 @@ def _candidates(logits: Logits, sampling: Sampling) -> tuple[NDArray[np.int64], 
 
 
 def _weights(logits: Logits, sampling: Sampling) -> NDArray[np.float64]:
-    scaled = logits.astype(np.float64) / sampling.temperature
-    weights: NDArray[np.float64] = np.exp(scaled - scaled.max())
+    wide = logits.astype(np.float64)
+    with np.errstate(over="ignore"):  # under the least temperatures all but the best are infinitely far away
+        weights: NDArray[np.float64] = np.exp((wide - wide.max()) / sampling.temperature)
     return weights
 
 

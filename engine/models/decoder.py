@@ -48,6 +48,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, layers: list[Layer], ends: Ends, max_len: int) -> None:
         """`max_len` is the longest sequence there will be."""
         self.config = config
+        self.context = max_len
         self.layers = layers
         self.ends = ends
         self.device, self.dtype = ends.embedding.device, ends.embedding.dtype

@@ -33,7 +33,7 @@ class _Generation(Struct, frozen=True):
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] | None = None
 
     def defaults(self) -> dict[str, float]:
         """What is said about sampling. `do_sample` false alone says nothing: it is what files say that do not care."""

@@ -122,3 +122,20 @@ def test_a_top_k_as_large_as_the_vocabulary_cuts_nothing(top_k: int):
     """gemma#789."""
     drawn = {sample(LOGITS, Sampling(2.0, top_k), u) for u in np.linspace(0, 1, 2000, endpoint=False)}
     assert drawn == {0, 1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-12, 100.0])
+@pytest.mark.parametrize("cut", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_every_temperature_samples_and_the_least_take_the_best(temperature: float, cut: dict):
+    """A quotient that overflowed made every weight NaN, and some other token came out."""
+    logits = np.array([3.0, 60_000.0, -60_000.0, 59_999.0], np.float32)
+    token = sample(logits, Sampling(temperature, **cut), 0.999)
+    assert token == 1 if temperature < 0.01 else token in {1, 3}
+
+
+@pytest.mark.parametrize("penalty", [0.01, 100.0])
+def test_the_ends_of_the_penalties_leave_every_row_finite(penalty: float):
+    logits = np.array([-1e30, 1e30, 0.0], np.float32)
+    adjusted = adjust(logits, Sampling(1.0, repetition_penalty=penalty), [0, 1, 2], 1, ())
+    assert np.isfinite(adjusted).all()
+    assert sample(adjusted, Sampling(1.0), 0.5) == 1
