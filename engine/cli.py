@@ -184,6 +184,35 @@ def drain(slot: int | None, run_dir: str | None) -> None:
     click.echo(reply.message)
 
 
+@cli.command()
+@click.argument("kind", type=click.Choice(["http", "curve"]))
+@click.option("--tenant", default="", metavar="NAME", help="Whose it is.")
+@click.option(
+    "--ceiling",
+    type=click.Choice(["realtime", "interactive", "batch"]),
+    default="realtime",
+    show_default=True,
+    help="The most urgent class of its requests.",
+)
+@click.option("--open-max", default=0, show_default=True, help="Most open requests of its tenant; 0: no bound.")
+def key(kind: str, tenant: str, ceiling: str, open_max: int) -> None:
+    """Make a key: the secret for a program, and the entry for the engine's file of keys.
+
+    http is for the Authorization header (http.api_keys_file). curve is for ZeroMQ over TCP (front.curve_keys_file), and
+    makes the engine's own secret (front.curve_secret_file) as well.
+    """
+    from engine.keys import new_api_key, new_curve_pair
+
+    if kind == "http":
+        secret, told = new_api_key()
+        entry = f'sha256 = "{told}"'
+    else:
+        secret, told = new_curve_pair()
+        entry = f'curve = "{told}"'
+    click.echo(f"# secret, shown once: {secret}")
+    click.echo(f'[[key]]\n{entry}\ntenant = "{tenant}"\nceiling = "{ceiling}"\nopen_max = {open_max}')
+
+
 @cli.group()
 def config() -> None:
     """Check, print or describe a configuration."""

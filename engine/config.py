@@ -59,6 +59,14 @@ class Front(Struct, frozen=True, forbid_unknown_fields=True):
     session_requests_max: Annotated[int, _meta("live", "open requests of one session", ge=1, le=1_000_000)] = 8192
     requests_max: Annotated[int, _meta("engine", "open requests of the engine", ge=1, le=10_000_000)] = 65_536
     body_bytes_max: Annotated[int, _meta("engine", "bytes of one request", ge=1024, le=16_777_216)] = 1_048_576
+    tcp: Annotated[
+        str,
+        _meta(
+            "engine", "HOST:PORT for ZeroMQ from other machines, with CURVE; empty: none", pattern=r"^(|.+:[0-9]{1,5})$"
+        ),
+    ] = ""
+    curve_secret_file: Annotated[str, _meta("engine", "secret CURVE key of this engine, for tcp")] = ""
+    curve_keys_file: Annotated[str, _meta("engine", "TOML of [[key]] curve, tenant, ceiling, open_max, for tcp")] = ""
     heartbeat_s: Annotated[float, _meta("engine", "a client says something at least this often", ge=0.05, le=60)] = 1.0
     heartbeat_misses: Annotated[int, _meta("live", "silent heartbeats after which a client is gone", ge=2, le=100)] = 5
     outbox_messages_max: Annotated[int, _meta("live", "messages kept for a client that does not read", ge=1)] = 1024
@@ -77,7 +85,9 @@ class Http(Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[str, _meta("engine", "address to listen on", min_length=1, max_length=255)] = "127.0.0.1"
     port: Annotated[int, _meta("engine", "port; 0: a free one, told in the log", ge=0, le=65_535)] = 8000
     gateways: Annotated[int, _meta("engine", "gateway processes on that port; 0: no HTTP", ge=0, le=64)] = 1
-    api_keys_file: Annotated[str, _meta("engine", "TOML of [[key]] sha256, tenant, class; empty: no keys")] = ""
+    api_keys_file: Annotated[
+        str, _meta("engine", "TOML of [[key]] sha256, tenant, ceiling, open_max; empty: no keys")
+    ] = ""
     body_bytes_max: Annotated[int, _meta("engine", "bytes of one body", ge=1024, le=268_435_456)] = 1_048_576
     keepalive_s: Annotated[float, _meta("engine", "silence of a stream before a comment line", ge=0.05, le=3600)] = 10.0
     read_s: Annotated[float, _meta("engine", "a request that takes longer to arrive is cut off", ge=0.1, le=3600)] = (
@@ -266,6 +276,9 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any]]:
                 "engine.log_level",
                 "http.host",
                 "http.api_keys_file",
+                "front.tcp",
+                "front.curve_secret_file",
+                "front.curve_keys_file",
             }
             found.append((path, text if is_text else _value(text)))
         elif name.startswith("ENGINE_") and not name.startswith(CHILD_PREFIX) and name not in RESERVED:
@@ -329,23 +342,42 @@ def _explain(error: msgspec.ValidationError, source: str) -> ConfigError:
     return ConfigError(text, field, source)
 
 
+def _check_aliases(config: Config, source: str) -> None:
+    names = [each.route for each in config.deployment]
+    names += [alias for each in config.deployment for alias in each.aliases]
+    for index, deployment in enumerate(config.deployment):
+        for alias in deployment.aliases:
+            if names.count(alias) > 1:
+                raise ConfigError(f"{alias!r} is a name already", f"deployment[{index}].aliases", source)
+
+
+def _check_defaults(defaults: Defaults, path: str, source: str) -> None:
+    for name in Defaults.__struct_fields__:
+        value = getattr(defaults, name)
+        if value != -1 and (value < 0 or (value < 0.01 and name in {"top_p", "repetition_penalty"})):
+            raise ConfigError(f"{value} is out of bounds; -1 is the model's own", f"{path}.defaults.{name}", source)
+
+
+def _check_doors(config: Config, source: str) -> None:
+    """Nobody beyond this machine gets in without a key."""
+    http = config.http
+    if http.gateways and not http.api_keys_file and not is_loopback(http.host):
+        raise ConfigError("is not loopback; name an api_keys_file first", "http.host", source)
+    for name in ("curve_secret_file", "curve_keys_file"):
+        if bool(config.front.tcp) != bool(getattr(config.front, name)):
+            message = "is missing: tcp is with CURVE alone" if config.front.tcp else "is for tcp, which is not set"
+            raise ConfigError(message, f"front.{name}", source)
+
+
 def _checked(config: Config, source: str) -> Config:
     """What no single field can say. Raises ConfigError."""
     routes: set[str] = set()
-    names = [each.route for each in config.deployment]
-    names += [alias for each in config.deployment for alias in each.aliases]
     for index, deployment in enumerate(config.deployment):
         path, llm = f"deployment[{index}]", deployment.llm
         if deployment.route in routes:
             raise ConfigError(f"a second deployment of route {deployment.route!r}", f"{path}.route", source)
         routes.add(deployment.route)
-        for alias in deployment.aliases:
-            if names.count(alias) > 1:
-                raise ConfigError(f"{alias!r} is a name already", f"{path}.aliases", source)
-        for name in Defaults.__struct_fields__:
-            value = getattr(deployment.defaults, name)
-            if value != -1 and (value < 0 or (value < 0.01 and name in {"top_p", "repetition_penalty"})):
-                raise ConfigError(f"{value} is out of bounds; -1 is the model's own", f"{path}.defaults.{name}", source)
+        _check_defaults(deployment.defaults, path, source)
         if deployment.runner == "tensor":
             raise ConfigError("'tensor' is not built yet; 'llm' and 'sim' are", f"{path}.runner", source)
         if (deployment.runner == "llm") != bool(deployment.model):
@@ -355,9 +387,8 @@ def _checked(config: Config, source: str) -> Config:
         if capacity and llm.max_model_len > capacity:
             message = f"{llm.max_model_len} is over num_blocks * block_size = {capacity}"
             raise ConfigError(message, f"{path}.llm.max_model_len", source)
-    http = config.http
-    if http.gateways and not http.api_keys_file and not is_loopback(http.host):
-        raise ConfigError("is not loopback; name an api_keys_file first", "http.host", source)
+    _check_aliases(config, source)
+    _check_doors(config, source)
     run_dir = config.engine.run_dir or user_run_dir()
     size = len((run_dir + LONGEST_SOCKET).encode())
     if size > SOCKET_PATH_MAX:

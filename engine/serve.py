@@ -19,12 +19,14 @@ import zmq
 from engine.clock import MonotonicClock
 from engine.config import Config, ConfigError, Http, changes, config_hash
 from engine.front.main import Front
+from engine.front.zap import Remote, Zap, guard
+from engine.keys import Key, read, read_secret
 from engine.memory import quiet_gc
 from engine.run_dir import RunDir
 from engine.supervisor.gateways import Gateways
 from engine.supervisor.main import Supervisor
 from engine.telemetry import configure_logging
-from ipc.channel import ipc_address, router
+from ipc.channel import Channel, ipc_address, router
 from ipc.errors import Code, EngineError
 from ipc.messages import AdminReply
 
@@ -59,6 +61,23 @@ def listen(http: Http) -> socket.socket | None:
     return made
 
 
+def _read_keys(config: Config) -> tuple[dict[str, Key], str]:
+    """Who may come by TCP, and this engine's secret; those for HTTP are read to see that they are right.
+
+    Raises ConfigError naming the setting.
+    """
+    front, http = config.front, config.http
+    try:
+        if http.gateways and http.api_keys_file:
+            read(http.api_keys_file, "http.api_keys_file")
+        if not front.tcp:
+            return {}, ""
+        known = {key.curve: key for key in read(front.curve_keys_file, "front.curve_keys_file") if key.curve}
+        return known, read_secret(front.curve_secret_file, "front.curve_secret_file")
+    except EngineError as error:
+        raise ConfigError(error.message, error.field) from error
+
+
 class Server:
     """One engine. `run` returns its exit code."""
 
@@ -83,22 +102,31 @@ class Server:
         context.set(zmq.MAX_SOCKETS, 65_535)
         listening = None
         try:
+            keys = _read_keys(self._config)
             listening = listen(self._config.http)
-            return uvloop.run(self._serve(context, listening))
+            return uvloop.run(self._serve(context, listening, keys))
         finally:
             if listening is not None:
                 listening.close()
             context.destroy(0)
             run_dir.close()
 
-    async def _serve(self, context: "zmq.Context[zmq.Socket[bytes]]", listening: socket.socket | None) -> int:
+    async def _serve(
+        self,
+        context: "zmq.Context[zmq.Socket[bytes]]",
+        listening: socket.socket | None,
+        keys: tuple[dict[str, Key], str],
+    ) -> int:
         loop = asyncio.get_running_loop()
         self._end = asyncio.Event()
         config, clock = self._config, MonotonicClock()
         client = self._bind(context, "client", config.front.body_bytes_max + FRAME_SLACK, config.front.send_hwm)
         worker = self._bind(context, "worker", WORKER_BYTES_MAX, 10_000)
         admin = self._bind(context, "admin", ADMIN_BYTES_MAX, 100)
-        self._front = Front(loop, config, (client, worker), clock, lambda message: self._supervisor.post(message))
+        remote = self._bind_remote(context, *keys)
+        self._front = Front(
+            loop, config, (client, worker), clock, lambda message: self._supervisor.post(message), remote
+        )
         ends = (self._front.post, self.reload, self._end.set)
         gateways = Gateways(config, listening, clock)
         self._supervisor = Supervisor(loop, config, admin, clock, gateways, ends)
@@ -118,6 +146,26 @@ class Server:
         socket = router(context, bytes_max, send_hwm)
         socket.bind(ipc_address(self._config.engine.run_dir, name))
         return socket
+
+    def _bind_remote(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", keys: dict[str, Key], secret: str
+    ) -> Remote | None:
+        """The socket for other machines, where one is wanted. Raises EngineError naming the setting."""
+        front = self._config.front
+        if not front.tcp:
+            return None
+        zap = Zap(context, keys.keys())
+        socket = router(context, front.body_bytes_max + FRAME_SLACK, front.send_hwm)
+        guard(socket, secret)
+        try:
+            socket.setsockopt(zmq.IPV6, int("[" in front.tcp))
+            socket.bind(f"tcp://{front.tcp}")
+        except zmq.ZMQError as error:
+            socket.close(0)
+            raise EngineError(Code.UNAVAILABLE, f"{front.tcp} cannot be listened on: {error}", "front.tcp") from error
+        address = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        log.info("curve_listening", address=address, public_key=zmq.curve_public(secret.encode()).decode())
+        return Remote(Channel(socket, has_users=True), keys, zap)
 
     def _watch_signals(self, loop: asyncio.AbstractEventLoop) -> None:
         loop.add_signal_handler(signal.SIGTERM, self._on_stop_signal)

@@ -51,6 +51,17 @@ def _receive_frames(socket: zmq.Socket[bytes]) -> list[bytes]:
     return frames
 
 
+def _receive_signed(socket: zmq.Socket[bytes]) -> tuple[list[bytes], str]:
+    """As `_receive_frames`, and the user id that the handshake gave to the peer: its public CURVE key."""
+    frame = socket.recv(_NOBLOCK, False)
+    user = str(frame.get("User-Id"))
+    frames = [frame.bytes]
+    while frame.more:
+        frame = socket.recv(_NOBLOCK, False)
+        frames.append(frame.bytes)
+    return frames, user
+
+
 class Sent(Enum):
     """What became of a message handed to `send_nowait`."""
 
@@ -114,9 +125,26 @@ def router(context: zmq.Context[zmq.Socket[bytes]], message_bytes_max: int, send
     return socket
 
 
-def dealer(context: zmq.Context[zmq.Socket[bytes]], send_hwm: int = 1000, identity: bytes = b"") -> zmq.Socket[bytes]:
+class Curve(msgspec.Struct, frozen=True):
+    """What a client needs over TCP: the engine's public key and a key pair of its own, each 40 characters."""
+
+    server: str
+    public: str
+    secret: str
+
+
+def dealer(
+    context: zmq.Context[zmq.Socket[bytes]], send_hwm: int = 1000, identity: bytes = b"", curve: Curve | None = None
+) -> zmq.Socket[bytes]:
     """A DEALER; only workers name themselves, everyone else leaves `identity` to libzmq."""
     socket = context.socket(zmq.DEALER)
+    if curve is not None:
+        try:
+            socket.curve_serverkey = curve.server.encode()
+            socket.curve_publickey, socket.curve_secretkey = curve.public.encode(), curve.secret.encode()
+        except (zmq.ZMQError, UnicodeEncodeError) as error:
+            socket.close(0)
+            raise EngineError(Code.INVALID, "a CURVE key has 40 characters of Z85", "curve") from error
     if identity:
         socket.setsockopt(zmq.ROUTING_ID, identity)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -146,11 +174,16 @@ class Channel:
         "_rescued",
         "_safety",
         "_sent",
+        "has_users",
         "socket",
+        "user",
     )
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], has_users: bool = False) -> None:
+        """With `has_users`, `user` is who sent the message that is being handled: the socket is one with CURVE."""
         self.socket = socket
+        self.has_users = has_users
+        self.user = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._handler: Callable[[Frames], None] | None = None
         self._safety: asyncio.TimerHandle | None = None
@@ -213,7 +246,10 @@ class Channel:
         try:
             for _ in range(TURN_MAX):
                 try:
-                    frames = _receive_frames(socket)
+                    if self.has_users:
+                        frames, self.user = _receive_signed(socket)
+                    else:
+                        frames = _receive_frames(socket)
                 except zmq.Again:
                     self._is_draining = False
                     return

@@ -11,9 +11,9 @@ from concurrent.futures import CancelledError, Future
 from contextlib import suppress
 from typing import Final, Self, TypeVar, Unpack
 
-from ipc.channel import client_address, default_run_dir
+from ipc.channel import Curve, client_address, default_run_dir
 from ipc.errors import EngineError
-from ipc.messages import FINAL, Event, Model, StatusReport
+from ipc.messages import FINAL, Event, Model, StatusReport, Tokenize, Tokenized
 from ipc.session import HELLO_S, AsyncClient, AsyncStream, ClientStatistics
 from ipc.streams import Completion, Options, Stored, ThreadSink
 
@@ -23,6 +23,7 @@ __all__ = [
     "Client",
     "ClientStatistics",
     "Completion",
+    "Curve",
     "Options",
     "Stored",
     "Stream",
@@ -68,12 +69,14 @@ class Stream:
 class Client:
     """The same session for ordinary code; safe to use from several threads. `with Client() as client: …`"""
 
-    def __init__(self, address: str | None = None, *, name: str = "", hello_s: float = HELLO_S) -> None:
+    def __init__(
+        self, address: str | None = None, *, name: str = "", hello_s: float = HELLO_S, curve: Curve | None = None
+    ) -> None:
         """Connects at once. Raises EngineError `unavailable` when nobody answers within `hello_s`."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-client", daemon=True)
         self._thread.start()
-        self._client = AsyncClient(address, name=name, hello_s=hello_s)
+        self._client = AsyncClient(address, name=name, hello_s=hello_s, curve=curve)
         atexit.register(self.close)
         try:
             self._run(self._client.connect)
@@ -120,6 +123,14 @@ class Client:
     def forget(self, request: str, tenant: str = "") -> Stored:
         """As `fetch`, for the last time; ends the request if it still runs. Raises EngineError."""
         return self._run(self._client.forget, request, tenant)
+
+    def tokenize(self, route: str, asked: Tokenize) -> Tokenized:
+        """Ids of a text or a conversation, or the text of ids. Raises EngineError."""
+        return self._run(self._client.tokenize, route, asked)
+
+    def metrics(self) -> bytes:
+        """The engine's metrics in Prometheus' text format."""
+        return self._run(self._client.metrics)
 
     def models(self) -> list[Model]:
         """The routes that can be asked for."""

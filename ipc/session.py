@@ -16,7 +16,7 @@ import msgspec
 import zmq
 
 from ipc import codec
-from ipc.channel import Channel, Sent, client_address, dealer
+from ipc.channel import Channel, Curve, Sent, client_address, dealer
 from ipc.errors import Code, EngineError, ProtocolError
 from ipc.messages import (
     FINAL,
@@ -118,11 +118,17 @@ class AsyncStream:
 class AsyncClient:
     """One session with an engine. Use it as `async with AsyncClient() as client`, on any asyncio loop."""
 
-    def __init__(self, address: str | None = None, *, name: str = "", hello_s: float = HELLO_S) -> None:
-        """`address` is a zmq address; None is the engine of this user. Raises EngineError when no path fits."""
+    def __init__(
+        self, address: str | None = None, *, name: str = "", hello_s: float = HELLO_S, curve: Curve | None = None
+    ) -> None:
+        """`address` is a zmq address; None is the engine of this user. Over tcp:// an engine wants `curve` keys.
+
+        Raises EngineError when no path fits.
+        """
         self.address = address or client_address()
         self._name = name
         self._hello_s = hello_s
+        self._curve = curve
         self._open: dict[str, _Open] = {}
         self._answers: deque[tuple[Kind, asyncio.Future[codec.Frames]]] = deque()
         self._asks: dict[str, asyncio.Future[codec.Frames]] = {}
@@ -147,7 +153,7 @@ class AsyncClient:
         """HELLO, then wait for WELCOME. Raises EngineError `unavailable` after `hello_s`."""
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
-        self._channel = Channel(dealer(self._context))
+        self._channel = Channel(dealer(self._context, curve=self._curve))
         self._channel.socket.connect(self.address)
         self._channel.attach(self._loop, self._on_frames)
         self._monitor = Channel(self._channel.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))

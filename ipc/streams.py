@@ -55,6 +55,7 @@ class Options(TypedDict, total=False):
     template_args: dict[str, bool | int | float | str | None]
     priority: str
     tenant: str
+    tenant_open_max: int
     deadline_ms: int
     request: str
     traceparent: str

@@ -10,6 +10,7 @@ from engine.clock import Clock
 from engine.config import Front as FrontConfig
 from engine.front.outbox import Outbox
 from engine.front.sessions import Session, SessionStatistics, SessionTable
+from engine.keys import Key
 from ipc import codec
 from ipc.channel import Channel, Sent
 from ipc.errors import Code, ProtocolError
@@ -28,7 +29,8 @@ class Desk:
     def __init__(
         self, channel: Channel, config: FrontConfig, clock: Clock, on_gone: Callable[[Session, Code], None]
     ) -> None:
-        self._channel = channel
+        self._doors = [channel]
+        self._keys: list[dict[str, Key] | None] = [None]
         self._clock = clock
         self._on_gone = on_gone
         self.config = config
@@ -38,20 +40,27 @@ class Desk:
         self.num_slow_readers = 0
         self.num_lost_peers = 0
 
-    def admit(self, frames: Frames) -> tuple[Session, Kind, Frames] | None:
+    def open_door(self, channel: Channel, keys: dict[str, Key]) -> int:
+        """A second socket, whose peers have shown a public key; `keys` by those. Returns its number."""
+        self._doors.append(channel)
+        self._keys.append(keys)
+        return len(self._doors) - 1
+
+    def admit(self, frames: Frames, door: int = 0) -> tuple[Session, Kind, Frames] | None:
         """What a peer said, if it has a session; HELLO, PING and BYE are dealt with here.
 
         Raises ProtocolError for what breaks the specification; strangers get `no_session`.
         """
         identity = frames[0]
-        session = self.sessions.of_identity(identity)
+        session = self.sessions.of_identity(identity, door)
         message = frames[1:]
         kind = codec.kind_of(message)
         if kind is Kind.HELLO:
-            self._hello(identity, session, message)
+            self._hello(identity, session, message, door)
             return None
         if session is None:
-            self._reply(identity, Error(Code.NO_SESSION.value, "say HELLO first; this front does not know you"))
+            told = Error(Code.NO_SESSION.value, "say HELLO first; this front does not know you")
+            self._reply(identity, told, door)
             return None
         session.heard_at = self._clock.now()
         if kind is Kind.PING:
@@ -62,7 +71,7 @@ class Desk:
             return None
         return session, kind, message
 
-    def _hello(self, identity: bytes, session: Session | None, message: Frames) -> None:
+    def _hello(self, identity: bytes, session: Session | None, message: Frames, door: int) -> None:
         if identity[0] != ASSIGNED_ID_START:
             raise ProtocolError("a peer must not choose its routing id", Code.DENIED)
         if len(message) < 3:
@@ -73,10 +82,14 @@ class Desk:
         if session is None:
             if len(self.sessions) >= self.config.sessions_max:
                 error = Error(Code.OVERLOADED.value, f"{self.config.sessions_max} sessions are open", retry_after_s=1.0)
-                self._reply(identity, error)
+                self._reply(identity, error, door)
                 return
+            keys = self._keys[door]
+            key = keys.get(self._doors[door].user) if keys is not None else None
+            if keys is not None and key is None:
+                raise ProtocolError("this public key is not known here", Code.DENIED)
             outbox = Outbox(self.config.outbox_messages_max, self.config.outbox_bytes_max)
-            session = self.sessions.open(identity, hello.client, outbox, self._clock.now())
+            session = self.sessions.open(identity, hello.client, outbox, self._clock.now(), door, key)
         config = self.config
         welcome = Welcome(
             MAJOR,
@@ -89,17 +102,17 @@ class Desk:
         )
         self.send(session, codec.message(Kind.WELCOME, None, welcome))
 
-    def refuse(self, identity: bytes, error: ProtocolError) -> None:
+    def refuse(self, identity: bytes, error: ProtocolError, door: int = 0) -> None:
         """Tell a peer what it did wrong. Frames that are not of this protocol end its session as well."""
         self.num_protocol_errors += 1
-        self._reply(identity, Error(error.code.value, error.message, error.field))
-        session = self.sessions.of_identity(identity)
+        self._reply(identity, Error(error.code.value, error.message, error.field), door)
+        session = self.sessions.of_identity(identity, door)
         if session is not None and error.code is Code.PROTOCOL:
             self.end(session, Code.PROTOCOL)
 
-    def _reply(self, identity: bytes, error: Error) -> None:
+    def _reply(self, identity: bytes, error: Error, door: int) -> None:
         """Best effort: a stranger has no outbox."""
-        self._channel.send_nowait([identity, *codec.message(Kind.ERROR, Head(error.request), error)])
+        self._doors[door].send_nowait([identity, *codec.message(Kind.ERROR, Head(error.request), error)])
 
     def tell(self, session: Session, event: Event) -> None:
         """One event of the front's own making."""
@@ -115,7 +128,7 @@ class Desk:
             return  # it has ended
         outbox = session.outbox
         if not len(outbox):
-            sent = self._channel.send_nowait([session.identity, *message])
+            sent = self._doors[session.door].send_nowait([session.identity, *message])
             if sent is Sent.YES:
                 return
             if sent is Sent.GONE:
@@ -139,7 +152,7 @@ class Desk:
 
             def send(message: Frames, session: Session = session) -> bool:
                 nonlocal gone
-                sent = self._channel.send_nowait([session.identity, *message])
+                sent = self._doors[session.door].send_nowait([session.identity, *message])
                 gone = gone or sent is Sent.GONE
                 return sent is Sent.YES
 
@@ -167,7 +180,7 @@ class Desk:
             return
         self.sessions.close(session)
         if code is Code.SLOW_READER:
-            self._reply(session.identity, Error(code.value, "you do not read; this session is over"))
+            self._reply(session.identity, Error(code.value, "you do not read; this session is over"), session.door)
         self._on_gone(session, code)
 
     def statistics(self) -> SessionStatistics:

@@ -7,7 +7,9 @@ model, no tokenizer and no process; what the supervisor knows reaches it as mess
 import asyncio
 import os
 import random
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from math import inf
 from typing import Final
 
@@ -29,6 +31,8 @@ from engine.front.requests import Request, RequestState, RequestTable, priority_
 from engine.front.router import Router
 from engine.front.sessions import Session
 from engine.front.shelf import Item, Shelf
+from engine.front.zap import Remote
+from engine.keys import class_within
 from ipc import codec
 from ipc.actor import Actor
 from ipc.channel import Channel, Sent
@@ -83,6 +87,7 @@ EXPIRE_S: Final = 1.0
 SEED_BITS: Final = 63
 UNREAD_MAX_TOKENS: Final = 256  # what a body too large to be read here is taken to ask for
 WORKER_LOST: Final = "the worker that ran it died"
+LOCAL_KINDS: Final = frozenset({Kind.STATUS, Kind.METRICS, Kind.COUNT})  # not for peers of other machines
 _EVENTS: Final = codec.ENVELOPES[Kind.EVENTS]
 
 Frames = list[bytes]
@@ -109,13 +114,18 @@ class Front(Actor):
         sockets: tuple[zmq.Socket[bytes], zmq.Socket[bytes]],
         clock: Clock,
         supervise: Callable[[object], None],
+        remote: Remote | None = None,
     ) -> None:
+        """`sockets` are those for clients of this user and for workers; `remote` is for clients who show a key."""
         super().__init__(loop)
         self._clock = clock
         self._supervise = supervise
         self._clients = Channel(sockets[0])
         self._workers = Channel(sockets[1])
         self._desk = Desk(self._clients, config.front, clock, self._on_session_gone)
+        self._remote = remote
+        self._remote_door = self._desk.open_door(remote.channel, remote.keys) if remote is not None else 0
+        self._tenants: Counter[str] = Counter()  # open requests
         self._table = RequestTable(config.front.requests_max)
         self._admission = Admission(_limits(config.front))
         self._replicas = ReplicaTable()
@@ -159,6 +169,9 @@ class Front(Actor):
         """Begin to listen. The sockets are bound already."""
         self._clients.attach(self.loop, self._on_client)
         self._workers.attach(self.loop, self._on_worker)
+        if self._remote is not None:
+            self._remote.zap.start(self.loop)
+            self._remote.channel.attach(self.loop, partial(self._on_client, door=self._remote_door))
         self.every(FLUSH_S, self._desk.flush)
         self.every(EXPIRE_S, lambda: self._shelf.expire(self._clock.now()))
         self.every(self._desk.config.heartbeat_s / 2, self._desk.end_silent)
@@ -171,26 +184,31 @@ class Front(Actor):
         self.stop_serving()
         self._clients.close()
         self._workers.close()
+        if self._remote is not None:
+            self._remote.channel.close()
+            self._remote.zap.close()
 
     # What clients say.
 
-    def _on_client(self, frames: Frames) -> None:
+    def _on_client(self, frames: Frames, door: int = 0) -> None:
         try:
-            said = self._desk.admit(frames)
+            said = self._desk.admit(frames, door)
             if said is not None:
                 self._on_verb(*said)
         except ProtocolError as error:
-            self._desk.refuse(frames[0], error)
+            self._desk.refuse(frames[0], error, door)
         except Exception:  # the boundary around one message of one peer
             self.num_internal_errors += 1
             log.exception("client_message_failed")
-            self._desk.refuse(frames[0], ProtocolError("a fault of this engine", Code.INTERNAL))
+            self._desk.refuse(frames[0], ProtocolError("a fault of this engine", Code.INTERNAL), door)
 
     def _on_verb(self, session: Session, kind: Kind, message: Frames) -> None:
         if kind is Kind.GENERATE:
             self._on_generate(session, message)
         elif kind is Kind.CANCEL:
             self._on_cancel(session, codec.decode(message[1], OwnerHead, "head"))
+        elif session.key is not None and kind in LOCAL_KINDS:
+            raise ProtocolError(f"{kind.name} is for peers of this machine", Code.DENIED)
         elif kind is Kind.MODELS:
             self._desk.send(session, codec.message(Kind.MODEL_LIST, None, self.models()))
         elif kind is Kind.STATUS:
@@ -241,7 +259,12 @@ class Front(Actor):
         body, queue = message[2], plan.config.queue
         self._admission.check(len(body), len(session.requests), len(self._table))
         generate = codec.decode(body, Generate) if len(body) <= codec.DECODE_BYTES_MAX else None
-        priority = priority_class(head.priority or queue.default_class)
+        tenant = head.tenant if session.key is None else session.key.tenant
+        asked = head.priority if session.key is None else class_within(head.priority, session.key.ceiling)
+        priority = priority_class(asked or queue.default_class)
+        open_max = head.tenant_open_max if session.key is None else session.key.open_max
+        if open_max and self._tenants[tenant] >= open_max:
+            raise EngineError(Code.OVERLOADED, f"{open_max} requests of this tenant are open", "tenant", 1.0)
         self._admission.check_queue(route, len(plan.order), queue.max_queued)
         now = self._clock.now()
         deadline_ms = head.deadline_ms or queue.default_deadline_ms
@@ -256,7 +279,7 @@ class Front(Actor):
             name=head.request,
             route=route,
             priority=priority,
-            tenant=head.tenant,
+            tenant=tenant,
             cost=self._admission.cost(route, len(body), max_tokens * num_choices),
             arrived_at=now,
             deadline_at=now + deadline_ms / 1e3 if deadline_ms else inf,
@@ -269,8 +292,9 @@ class Front(Actor):
         if head.keep_s:
             until = now + min(head.keep_s, self._desk.config.keep_s)
             note = message[3] if len(message) == 4 else b""
-            self._shelf.put(Item(head.request, head.tenant, request.number, note, now, until), now)
+            self._shelf.put(Item(head.request, tenant, request.number, note, now, until), now)
         self._table.add(request)
+        self._tenants[tenant] += 1
         self._metrics.observe_arrival(request.route, now)
         session.requests[head.request] = request.number
         plan.order.push(request)
@@ -312,7 +336,7 @@ class Front(Actor):
         number = session.requests.get(head.request)
         if number is None:
             try:
-                number = self._shelf.find(head.request, head.tenant).number
+                number = self._shelf.find(head.request, _tenant(session, head)).number
             except EngineError:
                 told = Error(Code.NOT_FOUND, "no such open request in this session", "request", head.request)
                 self._desk.error(session, told)
@@ -323,8 +347,9 @@ class Front(Actor):
 
     def _on_fetch(self, session: Session, kind: Kind, head: OwnerHead) -> None:
         """What is kept of a request; FORGET takes it off the shelf as well, and ends it if it still runs."""
+        tenant = _tenant(session, head)
         try:
-            item = self._shelf.find(head.request, head.tenant)
+            item = self._shelf.find(head.request, tenant)
         except EngineError as error:
             self._desk.error(session, _refusal(error, head.request))
             return
@@ -332,7 +357,7 @@ class Front(Actor):
         if kind is Kind.FORGET:
             if request is not None:
                 self._end(request, RequestState.CANCELLED, Cancelled(request.name, request.num_ids))
-            self._shelf.forget(head.request, head.tenant)
+            self._shelf.forget(head.request, tenant)
         state = item.state or ("queued" if request is None or request.state is RequestState.QUEUED else "running")
         kept = Kept(state, self._clock.now() - item.arrived_at, [len(event) for event in item.events])
         message = codec.message(Kind.KEPT, Head(head.request), kept)
@@ -405,6 +430,9 @@ class Front(Actor):
         if session is not None:
             session.requests.pop(request.name, None)
         self._table.end(request, state)
+        self._tenants[request.tenant] -= 1
+        if not self._tenants[request.tenant]:
+            del self._tenants[request.tenant]
         self._shelf.end(request.number, state.value)
         self._metrics.observe_end(request, reason or state.value, self._clock.now())
         self._admission.observe_end(request.route, self._clock.now())
@@ -610,6 +638,11 @@ class Front(Actor):
         journal_tokens = sum(request.num_ids for request in self._table)
         own = (self.num_refused, self.num_internal_errors, journal_tokens)
         return status.counters(self._table.statistics(), self._desk, own)
+
+
+def _tenant(session: Session, head: OwnerHead) -> str:
+    """Whose a kept request is: what a peer says of itself counts only where it showed no key."""
+    return head.tenant if session.key is None else session.key.tenant
 
 
 def _refusal(error: EngineError, request: str) -> Error:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from engine.front.outbox import Outbox
+from engine.keys import Key
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +22,8 @@ class Session:
     outbox: Outbox
     heard_at: float
     name: str = ""
+    door: int = 0  # which of the sockets it came by
+    key: Key | None = None  # of a peer that had to show one
     requests: dict[str, int] = field(default_factory=dict)  # the client's id -> number, open ones only
 
 
@@ -36,7 +39,7 @@ class SessionTable:
     __slots__ = ("_by_identity", "_by_number", "_next_number", "clogged")
 
     def __init__(self) -> None:
-        self._by_identity: dict[bytes, Session] = {}
+        self._by_identity: dict[tuple[int, bytes], Session] = {}
         self._by_number: dict[int, Session] = {}
         self._next_number = 1
         self.clogged: set[Session] = set()  # sessions whose outbox holds something
@@ -47,23 +50,26 @@ class SessionTable:
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_identity.values()))
 
-    def open(self, identity: bytes, name: str, outbox: Outbox, now: float) -> Session:
+    def open(
+        self, identity: bytes, name: str, outbox: Outbox, now: float, door: int = 0, key: Key | None = None
+    ) -> Session:
         """A new session for this peer. Changes the table."""
-        session = Session(self._next_number, identity, outbox, now, name)
+        session = Session(self._next_number, identity, outbox, now, name, door, key)
         self._next_number += 1
-        self._by_identity[identity] = session
+        self._by_identity[door, identity] = session
         self._by_number[session.number] = session
         return session
 
-    def of_identity(self, identity: bytes) -> Session | None:
-        return self._by_identity.get(identity)
+    def of_identity(self, identity: bytes, door: int = 0) -> Session | None:
+        """Two sockets may give the same id to two peers."""
+        return self._by_identity.get((door, identity))
 
     def of_number(self, number: int) -> Session | None:
         return self._by_number.get(number)
 
     def close(self, session: Session) -> None:
         """Forget it: its frames are from now on those of a stranger. Changes the table."""
-        self._by_identity.pop(session.identity, None)
+        self._by_identity.pop((session.door, session.identity), None)
         self._by_number.pop(session.number, None)
         self.clogged.discard(session)
 

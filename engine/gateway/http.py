@@ -20,10 +20,11 @@ from aiohttp.web_protocol import RequestHandler
 from engine.clock import stamp
 from engine.config import Http
 from engine.gateway import openai, responses
-from engine.gateway.keys import Key, Keyring, class_within
+from engine.gateway.keyring import Keyring
 from engine.gateway.openapi import ENDPOINTS, document
 from engine.gateway.reply import code_of, error_body, explained, invalid, status_of
 from engine.gateway.shapes import ChatShape, PlainShape, Shape
+from engine.keys import Key, class_within
 from ipc.errors import RETRYABLE, Code, EngineError
 from ipc.messages import (
     FINAL,
@@ -261,6 +262,7 @@ class Door:
         key: Key = request["key"]
         made["tenant"] = key.tenant
         made["priority"] = class_within(made.get("priority", ""), key.ceiling)
+        made["tenant_open_max"] = key.open_max
         trace = request.headers.get("traceparent", "")
         if re.fullmatch(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", trace):
             made["traceparent"] = trace

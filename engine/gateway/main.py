@@ -18,7 +18,8 @@ from aiohttp import web
 
 from engine.config import EXIT_CONFIG, Http
 from engine.gateway.http import Door, tell_malformed_in_json
-from engine.gateway.keys import Keyring, read
+from engine.gateway.keyring import Keyring
+from engine.keys import read
 from engine.memory import quiet_gc
 from engine.telemetry import configure_logging
 from ipc.channel import ipc_address
@@ -34,7 +35,7 @@ log = structlog.get_logger("gateway")
 
 
 async def _serve(config: Http, listening: socket.socket, run_dir: str) -> None:
-    keyring = Keyring(read(config.api_keys_file) if config.api_keys_file else [])
+    keyring = Keyring(read(config.api_keys_file, "http.api_keys_file") if config.api_keys_file else [])
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

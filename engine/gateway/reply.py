@@ -18,6 +18,8 @@ def status_of(error: EngineError) -> int:
     """The HTTP status of a refusal."""
     if error.code is Code.TOO_LARGE and error.field in TOKEN_FIELDS:
         return 400
+    if error.code is Code.OVERLOADED and error.field == "tenant":
+        return 429  # the key's own bound, not the engine's
     return HTTP_STATUS[error.code]
 
 
@@ -29,6 +31,8 @@ def error_body(error: EngineError, status: int) -> dict[str, Any]:
         code = "context_length_exceeded"
     if error.code is Code.NOT_FOUND and error.field == "route":
         code = "model_not_found"
+    if status == 429:
+        kind, code = "rate_limit_error", "rate_limit_exceeded"
     param = {"route": "model"}.get(error.field, error.field) or None
     return {"error": {"message": error.message, "type": kind, "param": param, "code": code}}
 

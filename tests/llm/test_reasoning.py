@@ -25,7 +25,7 @@ def split(parts: list[str], is_inside: bool = False) -> tuple[str, str]:
         ("<think>\n\n</think>\n\nx", False, ("", "x")),
         ("<think>never ends < b ", False, ("never ends < b", "")),
         ("<think>a</thin", False, ("a</thin", "")),
-        ("<thi", False, ("", "<thi")),
+        ("<thin", False, ("", "<thin")),
         ("a <think>b</think> c", False, ("", "a <think>b</think> c")),
         ("<think>a</think>b<think>c</think>", False, ("a", "b<think>c</think>")),
         ("x</think>y", False, ("", "x</think>y")),
@@ -59,8 +59,8 @@ def test_nothing_but_tags_and_white_space_is_lost(tokens: list[str], is_inside: 
 
 def test_what_is_certain_comes_at_once():
     reasoning = Reasoning()
-    assert reasoning.push("<thi") == ("", "")
-    assert reasoning.push("nk>a") == ("a", "")
+    assert reasoning.push("<thin") == ("", "")
+    assert reasoning.push("k>a") == ("a", "")
     assert reasoning.push(" ") == ("", "")
     assert reasoning.push("b</") == (" b", "")
     assert reasoning.push("i") == ("</i", "")

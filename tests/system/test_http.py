@@ -549,7 +549,9 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
     path = tmp_path_factory.mktemp("keys") / "keys.toml"
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     low = hashlib.sha256(b"low").hexdigest()
-    path.write_text(f'[[key]]\nsha256 = "{digest}"\ntenant = "a"\n[[key]]\nsha256 = "{low}"\nceiling = "batch"\n')
+    first = f'[[key]]\nsha256 = "{digest}"\ntenant = "a"\n'
+    second = f'[[key]]\nsha256 = "{low}"\nceiling = "batch"\nopen_max = 1\ntenant = "low"\n'
+    path.write_text(first + second)
     with engine(sim_toml() + f'[http]\napi_keys_file = "{path}"\n', **DOOR) as made:
         made.wait_ready()
         until(lambda: get(made, "/readyz")[0] == 200, 10.0, "a ready door")
@@ -599,6 +601,21 @@ def test_with_a_right_key(guarded: EngineProcess):
         assert b" 401 " in connection.recv(4096)
     assert KEY not in guarded.log()
     assert "sk-right" not in guarded.log()
+
+
+def test_a_key_bounds_the_open_requests_of_its_tenant_over_all_gateways(guarded: EngineProcess):
+    body = {"model": "sim", "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with socket.create_connection(address(guarded), 10) as connection:
+        connection.sendall(raw_post("/v1/completions", body, "Authorization: Bearer low"))
+        seen = b""
+        while b"data: " not in seen:
+            seen += connection.recv(4096)
+        short = {"model": "sim", "prompt": "x", "max_tokens": 1}
+        for _ in range(6):
+            status, told, headers = post(guarded, "/v1/completions", short, Authorization="Bearer low")
+            assert (status, told["error"]["code"], "retry-after" in headers) == (429, "rate_limit_exceeded", True)
+        assert post(guarded, "/v1/completions", short, Authorization=f"Bearer {KEY}")[0] == 200
+    until(lambda: post(guarded, "/v1/completions", short, Authorization="Bearer low")[0] == 200, 5.0, "room again")
 
 
 def test_prompts_and_ids_do_not_reach_the_log(running: EngineProcess):

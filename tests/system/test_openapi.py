@@ -37,7 +37,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
 
 
 def aimed(running: EngineProcess) -> dict[str, Any]:
-    """The document of this engine, with its routes as the only models, so that requests get further than their names."""
+    """The document of this engine, with its routes as the only models, so that requests get further than a name."""
     document = get(running, "/openapi.json")[1]
     for schema in document["components"]["schemas"].values():
         if "model" in schema.get("required", []) and "object" not in schema["properties"]:

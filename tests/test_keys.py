@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.gateway.keys import Key, Keyring, class_within, read
+from engine.gateway.keyring import Keyring
+from engine.keys import Key, class_within, new_api_key, new_curve_pair, read, read_secret
 from ipc.errors import EngineError
 
 SECRET = b"sk-Bearer k\xc3\xa9y"
@@ -73,13 +74,17 @@ def test_no_class_above_the_ceiling(asked: str, ceiling: str, got: str):
         (f'[[key]]\nsha256 = "{"0" * 64}"\ntenat = "x"\n', "tenat"),
         (f'[[key]]\nsha256 = "{"0" * 64}"\nceiling = "all"\n', "all"),
         ("[[key\n", "line 1"),
+        ('[[key]]\ntenant = "x"\n', "neither"),
+        (2 * f'[[key]]\nsha256 = "{"0" * 64}"\n', "second"),
+        ('[[key]]\ncurve = "short"\n', "curve"),
+        (f'[[key]]\nsha256 = "{"0" * 64}"\nopen_max = -1\n', "open_max"),
     ],
 )
 def test_a_file_that_is_wrong_is_named(tmp_path: Path, text: str, told: str):
     path = tmp_path / "keys.toml"
     path.write_text(text)
     with pytest.raises(EngineError) as caught:
-        read(str(path))
+        read(str(path), "http.api_keys_file")
     assert caught.value.field == "http.api_keys_file"
     assert str(path) in caught.value.message
     assert told in caught.value.message
@@ -87,4 +92,27 @@ def test_a_file_that_is_wrong_is_named(tmp_path: Path, text: str, told: str):
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path):
     with pytest.raises(EngineError, match="No such file"):
-        read(str(tmp_path / "none.toml"))
+        read(str(tmp_path / "none.toml"), "http.api_keys_file")
+
+
+@pytest.mark.parametrize(("mode", "text", "told"), [(0o644, "", "chmod"), (0o600, "short", ""), (0o600, "é" * 40, "")])
+def test_a_secret_is_one_and_its_owners_alone(tmp_path: Path, mode: int, text: str, told: str):
+    path = tmp_path / "secret"
+    secret, _ = new_curve_pair()
+    path.write_text(text or secret)
+    path.chmod(mode)
+    with pytest.raises(EngineError, match=told) as caught:
+        read_secret(str(path), "front.curve_secret_file")
+    assert secret not in caught.value.message
+    path.write_text(secret + "\n")
+    path.chmod(0o400)
+    assert read_secret(str(path), "x") == secret
+
+
+def test_new_keys_are_what_the_file_takes(tmp_path: Path):
+    (text, digest), (_, public) = new_api_key(), new_curve_pair()
+    path = tmp_path / "keys.toml"
+    path.write_text(f'[[key]]\nsha256 = "{digest}"\ncurve = "{public}"\n')
+    (key,) = read(str(path), "x")
+    assert Keyring([key]).find([b"Bearer " + text.encode()]) is key
+    assert Keyring([Key(curve=public)]).find([b"Bearer x"]) is None
