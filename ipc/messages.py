@@ -98,7 +98,7 @@ class Head(Struct, frozen=True, omit_defaults=True, gc=False):
 class OwnerHead(Struct, frozen=True, omit_defaults=True, gc=False):
     """A request by its name: one of this session, or a kept one of this tenant."""
 
-    request: Name
+    request: OptionalName = ""
     tenant: OptionalName = ""
     traceparent: Trace = ""
 

@@ -47,6 +47,8 @@ from ipc.streams import AsyncSink, Completion, Gather, Options, Sink, Stored
 HELLO_S: Final = 5.0
 EVENTS_MAX: Final = 65_536  # unread events one stream may hold before it is cut
 SEND_RETRY_S: Final = 0.005
+_FIELDS: Final = frozenset(Generate.__struct_fields__)
+_ORDERING: Final = frozenset(GenerateHead.__struct_fields__)
 
 
 class ClientStatistics(msgspec.Struct, frozen=True):
@@ -308,8 +310,8 @@ class AsyncClient:
         request = options.get("request") or str(next(self._numbers))
         if request in self._open:
             raise EngineError(Code.DUPLICATE, f"request {request} is still open", "request")
-        fields = {name: value for name, value in options.items() if name in Generate.__struct_fields__}
-        ordering = {name: value for name, value in options.items() if name in GenerateHead.__struct_fields__}
+        fields = {name: value for name, value in options.items() if name in _FIELDS}
+        ordering = {name: value for name, value in options.items() if name in _ORDERING}
         unknown = options.keys() - fields.keys() - ordering.keys() - {"note"}
         if unknown:
             raise EngineError(Code.INVALID, f"no such option: {', '.join(sorted(unknown))}", sorted(unknown)[0])

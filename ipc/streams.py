@@ -241,6 +241,23 @@ class AsyncSink:
                 self._waiter = None
         return self.events.popleft()
 
+    async def take(self) -> list[Event]:
+        """All that is there, at least one; or none, after `wake`."""
+        if not self.events:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        taken = list(self.events)
+        self.events.clear()
+        return taken
+
+    def wake(self) -> None:
+        """Let who waits in `take` go on without an event."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
 
 class ThreadSink:
     """Events for another thread."""

@@ -95,7 +95,9 @@ def test_a_file_that_is_missing_is_named(tmp_path: Path):
         read(str(tmp_path / "none.toml"), "http.api_keys_file")
 
 
-@pytest.mark.parametrize(("mode", "text", "told"), [(0o644, "", "chmod"), (0o600, "short", ""), (0o600, "é" * 40, "")])
+@pytest.mark.parametrize(
+    ("mode", "text", "told"), [(0o644, "", "chmod"), (0o600, "short", "CURVE"), (0o600, "é" * 40, "ascii")]
+)
 def test_a_secret_is_one_and_its_owners_alone(tmp_path: Path, mode: int, text: str, told: str):
     path = tmp_path / "secret"
     secret, _ = new_curve_pair()

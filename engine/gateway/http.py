@@ -5,11 +5,12 @@ a 4xx with the field's name; nothing a client sends makes a 5xx.
 """
 
 import asyncio
+import random
 import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -23,14 +24,14 @@ from engine.gateway import openai, responses
 from engine.gateway.keyring import Keyring
 from engine.gateway.openapi import ENDPOINTS, document
 from engine.gateway.reply import code_of, error_body, explained, invalid, status_of
-from engine.gateway.shapes import ChatShape, PlainShape, Shape
+from engine.gateway.shapes import ChatShape, PlainShape
+from engine.gateway.streaming import Streams
 from engine.keys import Key, class_within
+from engine.telemetry import Lines
 from ipc.errors import RETRYABLE, Code, EngineError
 from ipc.messages import (
     FINAL,
     Counts,
-    Event,
-    Finished,
     StatusReport,
     Tokenize,
 )
@@ -44,31 +45,32 @@ STALE_S: Final = 1.0  # a snapshot older than this says nothing
 COUNT_S: Final = 1.0
 ID_MAX: Final = 128
 OPEN_PATHS: Final = frozenset(each.path for each in ENDPOINTS if each.is_open)
-PING: Final = b": waiting\n\n"
-SSE_HEADERS: Final = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",
-}
 
 T = TypeVar("T", bound=msgspec.Struct)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def _unique() -> str:
+    """A name for an answer. Not a secret: what can be fetched by its name has one of `uuid4`."""
+    return f"{random.getrandbits(128):032x}"
 
 
 def clean_id(given: str | None) -> str:
     """A client's request id, if it is short and plain; else a new one."""
     if given is not None and re.fullmatch(rf"[A-Za-z0-9._:/@+=-]{{1,{ID_MAX}}}", given):
         return given
-    return uuid.uuid4().hex
+    return _unique()
 
 
 class Door:
     """The handlers of one gateway, on one session with the front."""
 
-    def __init__(self, client: AsyncClient, config: Http, keyring: Keyring) -> None:
+    def __init__(self, client: AsyncClient, config: Http, keyring: Keyring, access: Lines) -> None:
         self._client = client
         self._config = config
         self._keyring = keyring
+        self._access = access
+        self.streams = Streams(client, config)
         self._status: StatusReport | None = None
         self._seen_at = 0.0
         self._counts: Counter[str] = Counter()
@@ -110,7 +112,7 @@ class Door:
             self._counts[f"{path} {status}"] += 1
             took_ms = round((time.monotonic() - started) * 1e3, 1)
             told = {"tokens": request["tokens"]} if "tokens" in request else {}
-            log.info("http", method=request.method, path=path, status=status, took_ms=took_ms, request=name, **told)
+            self._access.add(method=request.method, path=path, status=status, took_ms=took_ms, request=name, **told)
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:
@@ -248,8 +250,11 @@ class Door:
         if request.content_type not in {"application/json", "application/octet-stream"}:
             raise web.HTTPUnsupportedMediaType(reason="the body must be application/json")
         try:
-            async with asyncio.timeout(self._config.read_s):
+            if request.content.is_eof():  # it came with the head: nothing to wait for
                 body = await request.read()
+            else:
+                async with asyncio.timeout(self._config.read_s):
+                    body = await request.read()
         except TimeoutError:
             raise web.HTTPRequestTimeout(reason="the body did not arrive in time") from None
         try:
@@ -271,10 +276,10 @@ class Door:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         asked = await self._body(request, openai.ChatRequest)
         route, made = _route(asked.model), self._ask(request, asked, openai.chat_options(asked))
-        name, created = f"chatcmpl-{uuid.uuid4().hex}", stamp()
+        name, created = f"chatcmpl-{_unique()}", stamp()
         if asked.stream:
             shape = ChatShape(name, created, asked)
-            return await self._stream(request, shape, [await self._client.stream(route, "", **made)])
+            return await self.streams.run(request, shape, route, [""], made)
         answer = await self._client.generate(route, "", **made)
         request["tokens"] = answer.usage.completion_tokens
         choices = [openai.chat_choice(index, each, asked) for index, each in enumerate(answer.choices)]
@@ -284,11 +289,10 @@ class Door:
         asked = await self._body(request, openai.CompletionRequest)
         prompts = openai.completion_prompts(asked)
         route, made = _route(asked.model), self._ask(request, asked, openai.completion_options(asked))
-        name, created = f"cmpl-{uuid.uuid4().hex}", stamp()
+        name, created = f"cmpl-{_unique()}", stamp()
         if asked.stream:
             shape = PlainShape(name, created, asked)
-            streams = [await self._client.stream(route, prompt, **made) for prompt in prompts]
-            return await self._stream(request, shape, streams)
+            return await self.streams.run(request, shape, route, prompts, made)
         answers = await self._all(route, prompts, made)
         num_choices = asked.n or 1
         choices = [
@@ -323,8 +327,7 @@ class Door:
             if asked.stream:
                 made["detach"] = bool(asked.background)
                 shape = responses.ResponseShape(response)
-                streams = [await self._client.stream(route, "", **made)]
-                return await self._stream(request, shape, streams, bool(asked.background))
+                return await self.streams.run(request, shape, route, [""], made, bool(asked.background))
             if asked.background:
                 return as_json(await self._begin(route, key.tenant, made))
             answer = await self._client.generate(route, "", **made)
@@ -382,83 +385,14 @@ class Door:
 
     async def _all(self, route: str, prompts: list[str | list[int]], made: Options) -> list[Completion]:
         """Every prompt's answer; when one fails the others are cancelled, and its error is told."""
+        if len(prompts) == 1:
+            return [await self._client.generate(route, prompts[0], **made)]
         tasks = [asyncio.ensure_future(self._client.generate(route, prompt, **made)) for prompt in prompts]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
-
-    async def _stream(
-        self, request: web.Request, shape: Shape, streams: list[Any], is_detached: bool = False
-    ) -> web.StreamResponse:
-        """Server-sent events. An error before the first token is an ordinary refusal; later it is an event."""
-        merged = _merge(streams)
-        response = web.StreamResponse(headers={**SSE_HEADERS, "x-request-id": request["id"]})
-        try:
-            pending = asyncio.ensure_future(anext(merged, None))
-            await asyncio.wait([pending], timeout=self._config.keepalive_s)
-            if pending.done() and (first := pending.result()) is not None and isinstance(first[1], FINAL):
-                raise_unless_finished(first[1])
-            await response.prepare(request)
-            await self._write_events(response, shape, merged, pending)
-            await response.write_eof()
-        finally:
-            request["tokens"] = shape.num_tokens
-            if not is_detached:
-                for stream in streams:
-                    stream.cancel()
-        return response
-
-    async def _write_events(
-        self, response: web.StreamResponse, shape: Shape, merged: AsyncIterator[tuple[int, Event]], pending: Any
-    ) -> None:
-        await self._write(response, shape.start())
-        while True:
-            while not pending.done():
-                await asyncio.wait([pending], timeout=self._config.keepalive_s)
-                if not pending.done():
-                    await self._write(response, PING)
-            found = pending.result()
-            if found is None:
-                break
-            number, event = found
-            if isinstance(event, FINAL) and not isinstance(event, Finished):
-                try:
-                    raise_unless_finished(event)
-                except EngineError as error:
-                    await self._write(response, shape.fail(error))
-                    return
-            await self._write(response, shape.events(number, event))
-            pending = asyncio.ensure_future(anext(merged, None))
-        await self._write(response, shape.finish())
-
-    async def _write(self, response: web.StreamResponse, data: bytes) -> None:
-        """A client that reads nothing for `write_s` is cut."""
-        if data:
-            async with asyncio.timeout(self._config.write_s):
-                await response.write(data)
-
-
-async def _merge(streams: list[Any]) -> AsyncIterator[tuple[int, Event]]:
-    """Events of several requests as they come; ends after the last final one, or the first that is no Finished."""
-    if len(streams) == 1:
-        async for event in streams[0]:
-            yield 0, event
-        return
-    waiting = {asyncio.ensure_future(anext(stream)): number for number, stream in enumerate(streams)}
-    try:
-        while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            for task in sorted(done, key=waiting.__getitem__):
-                number = waiting.pop(task)
-                event = task.result()
-                yield number, event
-                if not isinstance(event, FINAL):
-                    waiting[asyncio.ensure_future(anext(streams[number]))] = number
-    finally:
-        for task in waiting:
-            task.cancel()
 
 
 def as_json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

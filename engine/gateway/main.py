@@ -21,7 +21,7 @@ from engine.gateway.http import Door, tell_malformed_in_json
 from engine.gateway.keyring import Keyring
 from engine.keys import read
 from engine.memory import quiet_gc
-from engine.telemetry import configure_logging
+from engine.telemetry import Lines, configure_logging
 from ipc.channel import ipc_address
 from ipc.errors import EngineError
 from ipc.parent import guard
@@ -41,7 +41,8 @@ async def _serve(config: Http, listening: socket.socket, run_dir: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, ended.set)
     async with AsyncClient(ipc_address(run_dir, "client"), name="gateway", hello_s=HELLO_S) as client:
-        door = Door(client, config, keyring)
+        access = Lines("http", os.environ["ENGINE_CHILD_LOG_LEVEL"], loop)
+        door = Door(client, config, keyring, access)
         tell_malformed_in_json()
         runner = web.AppRunner(
             door.application(),
@@ -53,12 +54,14 @@ async def _serve(config: Http, listening: socket.socket, run_dir: str) -> None:
             keepalive_timeout=75.0,
         )
         await runner.setup()
-        watching = asyncio.create_task(door.watch())
+        watching = [asyncio.create_task(door.watch()), asyncio.create_task(door.streams.watch())]
         await web.SockSite(runner, listening).start()
         log.info("gateway_serving", pid=os.getpid(), keys=bool(config.api_keys_file))
         await ended.wait()
-        watching.cancel()
+        for task in watching:
+            task.cancel()
         await runner.cleanup()
+        access.flush()
 
 
 def main() -> int:

@@ -4,12 +4,17 @@ Pure: events of the native client in, bytes out. Knows no socket. Called by the 
 """
 
 from collections import Counter
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+import msgspec
 
 from engine.gateway import openai
 from engine.gateway.reply import DONE, error_body, sse, status_of
 from ipc.errors import EngineError
 from ipc.messages import Delta, Echo, Ended, Event, Finished, TokenLogprob, Usage
+
+MARK: Final = "@"
+_MARK: Final = b'"@"'
 
 
 class Shape(Protocol):
@@ -35,6 +40,7 @@ class ChunkShape:
         self._is_continuous = told is not None and told.continuous_usage_stats
         self._num_choices = asked.n or 1
         self._prompt_tokens: dict[int, int] = {}
+        self._frames: dict[int, tuple[bytes, bytes]] = {}  # what stands around a text, by choice
         self.num_tokens = 0
         self._usages: list[Usage] = []
 
@@ -67,6 +73,19 @@ class ChunkShape:
         raise NotImplementedError
 
     def _end(self, index: int, reason: str) -> bytes:
+        raise NotImplementedError
+
+    def _text(self, index: int, text: str) -> bytes:
+        """A chunk of text and nothing else: all but the text is the same every time."""
+        if self._is_continuous:
+            return self._event(self._text_choice(index, text))
+        frame = self._frames.get(index)
+        if frame is None:
+            before, _, after = self._event(self._text_choice(index, MARK)).rpartition(_MARK)
+            frame = self._frames[index] = before, after
+        return frame[0] + msgspec.json.encode(text) + frame[1]
+
+    def _text_choice(self, index: int, text: str) -> dict[str, Any]:
         raise NotImplementedError
 
     def _event(self, choice: dict[str, Any]) -> bytes:
@@ -102,6 +121,9 @@ class ChatShape(ChunkShape):
     def _choice(self, index: int, delta: dict[str, str], reason: str | None, logprobs: Any = None) -> bytes:
         return self._event({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
+    def _text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "delta": {"content": text}, "logprobs": None, "finish_reason": None}
+
     def start(self) -> bytes:
         return b"".join(
             self._choice(index, {"role": "assistant", "content": ""}, None) for index in range(self._num_choices)
@@ -113,6 +135,8 @@ class ChatShape(ChunkShape):
             delta["content"] = text
         if not delta and not logprobs:
             return b""
+        if text and not thoughts and not self._has_logprobs:
+            return self._text(index, text)
         told = openai.chat_logprobs(logprobs) if self._has_logprobs else None
         return self._choice(index, delta or {"content": ""}, None, told)
 
@@ -130,12 +154,15 @@ class PlainShape(ChunkShape):
         self._num_top = asked.logprobs
         self._offsets: Counter[int] = Counter()
 
+    def _text_choice(self, index: int, text: str) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
+
     def _chunk(self, index: int, text: str, logprobs: list[TokenLogprob], thoughts: str = "") -> bytes:
         if not text and not logprobs:
             return b""
-        told = None
-        if self._num_top is not None:
-            told = openai.plain_logprobs(logprobs, self._num_top, self._offsets[index])
+        if self._num_top is None:
+            return self._text(index, text)
+        told = openai.plain_logprobs(logprobs, self._num_top, self._offsets[index])
         self._offsets[index] += len(text)
         return self._event({"index": index, "text": text, "logprobs": told, "finish_reason": None})
 
