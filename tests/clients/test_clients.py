@@ -117,9 +117,7 @@ def test_openai(running: EngineProcess, tmp_path: Path):
 @pytest.mark.parametrize("way", ["keys", "full"])
 def test_openai_is_refused(guarded: EngineProcess, tmp_path: Path, way: str):
     until(lambda: guarded.replicas()[0].num_in_flight == 0, what="nothing runs")
-    told = session(
-        environment("openai"), tmp_path, "openai_refused.py", guarded.url, "sim", "--key", KEY, "--way", way
-    )
+    told = session(environment("openai"), tmp_path, "openai_refused.py", guarded.url, "sim", "--key", KEY, "--way", way)
     assert [status for status, _ in told["answers"]] == ([401] if way == "keys" else [503, 200])
 
 

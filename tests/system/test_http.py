@@ -339,6 +339,17 @@ def test_a_chat_that_is_wrong_is_a_400_naming_it(running: EngineProcess, fields:
     assert str(body["error"]["param"]).replace("[]", "[0]").startswith(param.split("[")[0])
 
 
+def test_a_prompt_that_is_too_long_is_told_in_words_that_clients_know(running: EngineProcess):
+    """litellm and langchain know it by these words, and choose a longer model then; a bare 400 was their own fault."""
+    for ask, fields in (
+        (complete, {"prompt": "x" * 300}),
+        (chat, {"messages": [{"role": "user", "content": "x" * 300}]}),
+    ):
+        status, body, _ = ask(running, **fields)
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        assert "prompt is too long" in body["error"]["message"]
+
+
 def test_what_is_tolerated(running: EngineProcess):
     """Fields that nobody knows, nulls, tools that are none: clients send them."""
     extra = {

@@ -5,6 +5,7 @@ from importlib.metadata import version
 from typing import Any
 
 import openai
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_openai import ChatOpenAI, OpenAI
@@ -74,6 +75,12 @@ def main() -> None:
         equal(error.code, "model_not_found", "error of a model that is none")
     else:
         fail("a model that is none answered")
+    try:
+        chat.invoke("x" * 5000)
+    except ContextOverflowError as error:
+        expect("5018 tokens" in str(error), "what a prompt that is too long is told", error)
+    else:
+        fail("a prompt that is too long was answered")
     report(version=version("langchain-openai"), text=text, num_tokens=num_tokens)
 
 
