@@ -154,3 +154,11 @@ def test_chats_and_completions_of(running: EngineProcess, tmp_path: Path, name: 
     told = session(environment(name), tmp_path, script, running.url, "tiny")
     assert told["version"] == VERSIONS[name]["version"]
     assert told["text"]
+
+
+def test_lm_eval_scores_as_its_own_model_does(running: EngineProcess, folder: Path, tmp_path: Path):
+    client = environment("lm-eval")
+    told = session(client, tmp_path, "lm_eval_session.py", running.url, "tiny", "--folder", str(folder))
+    assert told["version"] == client.version
+    assert told["num_likelihoods"] == 27
+    assert told["apart"] < 1e-3

@@ -152,6 +152,20 @@ def test_the_openai_client_at_once(running: EngineProcess):
     assert len(asyncio.run(many())) == 100
 
 
+def test_parts_of_letters_are_told_apart_in_completions_logprobs(api: openai.OpenAI):
+    """lm-eval found choices greedy that were not: all parts of letters were one key, which hid the likeliest of them."""
+    told = api.completions.create(model="tiny", prompt="жé€ " * 8, max_tokens=1, temperature=0, echo=True, logprobs=3)
+    logprobs = told.choices[0].logprobs
+    assert logprobs.tokens[:2] == ["bytes:\\xd0", "bytes:\\xb6"]
+    num_unlikely = 0
+    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        if top is not None:
+            assert top[token] == logprob
+            assert len(top) in {3, 4}  # three alternatives, and the token itself where it is none of them
+            num_unlikely += len(top) == 4
+    assert num_unlikely > 20
+
+
 # One request by four ways.
 
 
