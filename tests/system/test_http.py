@@ -153,7 +153,7 @@ def test_the_openai_client_at_once(running: EngineProcess):
 
 
 def test_parts_of_letters_are_told_apart_in_completions_logprobs(api: openai.OpenAI):
-    """lm-eval found choices greedy that were not: all parts of letters were one key, which hid the likeliest of them."""
+    """lm-eval found choices greedy that were not: all parts of letters were one key, which hid the likeliest."""
     told = api.completions.create(model="tiny", prompt="жé€ " * 8, max_tokens=1, temperature=0, echo=True, logprobs=3)
     logprobs = told.choices[0].logprobs
     assert logprobs.tokens[:2] == ["bytes:\\xd0", "bytes:\\xb6"]

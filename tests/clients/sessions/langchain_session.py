@@ -55,7 +55,7 @@ def completes(plain: OpenAI) -> int:
     text = plain.invoke("ab 12")
     equal("".join(plain.stream("ab 12")), text, "streamed completion")
     told = plain.generate(["ab 12", "x"])
-    equal([each[0].text for each in told.generations][0], text, "a completion among several")
+    equal(told.generations[0][0].text, text, "a completion among several")
     usage = told.llm_output["token_usage"]
     equal(usage["total_tokens"], usage["prompt_tokens"] + usage["completion_tokens"], "total_tokens")
     return int(usage["total_tokens"])

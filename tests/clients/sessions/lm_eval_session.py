@@ -22,8 +22,9 @@ QUESTIONS = [
     ("Wie heißt die Stadt an der Düna?", [" Riga", " Rīga", " Köln"], 1),
     ("日本の首都は", ["東京", "大阪", "é", "ñ"], 0),
     ("A long story: " + "once upon a time, " * 20, [" the end", " and so on"], 1),
-    ("x", [" y", "é", "ü", "ж", "–", "€"], 2),
+    ("x", [" y", "é", "ü", "ж", "€"], 2),
     ("One\ntwo\n", ["three", "four"], 0),
+    ("0", ["9", "8"], 0),  # the first is what the tiny model says by itself
 ]
 CHOICE = """
 task: choice
@@ -103,7 +104,9 @@ def likelihoods_agree(ours: list[Any], theirs: list[Any]) -> float:
     equal(len(ours), len(theirs), "number of likelihoods")
     apart = [abs(float(our[0]) - float(their[0])) for our, their in zip(ours, theirs, strict=True)]
     expect(max(apart) <= TOLERANCE, "loglikelihoods differ", apart)
-    equal([str(our[1]) for our in ours], [str(their[1]) for their in theirs], "what is greedy")
+    greedy = [str(their[1]) for their in theirs]
+    equal([str(our[1]) for our in ours], greedy, "what is greedy")
+    expect("True" in greedy, "no choice is greedy: nothing was compared")
     return max(apart)
 
 

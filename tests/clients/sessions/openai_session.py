@@ -64,7 +64,7 @@ def completes(client: openai.OpenAI, model: str, sim: str) -> None:
 
 
 def logprobs(client: openai.OpenAI, model: str) -> None:
-    """Of chat and of completions: as many as there are tokens, sorted, no more likely than certain, summing to a text."""
+    """Of chat and of completions: as many as there are tokens, sorted, no more likely than certain."""
     chat = client.chat.completions.create(
         model=model, messages=MESSAGES, max_tokens=8, temperature=0, logprobs=True, top_logprobs=4
     )
