@@ -19,7 +19,7 @@ from tests.system.http_calls import DOOR, get
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-SESSION_S = 300.0
+SESSION_S = 600.0
 CONTEXT = 1024
 KEY = "sk-session"
 TINY = """

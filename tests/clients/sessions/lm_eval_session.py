@@ -24,7 +24,7 @@ QUESTIONS = [
     ("A long story: " + "once upon a time, " * 20, [" the end", " and so on"], 1),
     ("x", [" y", "é", "ü", "ж", "€"], 2),
     ("One\ntwo\n", ["three", "four"], 0),
-    ("0", ["9", "8"], 0),  # the first is what the tiny model says by itself
+    ("bc", ["C", "D"], 0),  # the first is what the tiny model says by itself
 ]
 CHOICE = """
 task: choice
