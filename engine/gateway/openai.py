@@ -289,6 +289,14 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
+def _name(data: bytes) -> str:
+    """A token as a key: its text, or `bytes:\\xe2\\x80` for what is no text alone, so that no two are the same."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{each:02x}" for each in data)
+
+
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
     """The chat shape: one entry per token, with its bytes."""
     return {
@@ -310,17 +318,17 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 def plain_logprobs(entries: Sequence[TokenLogprob], num_top: int, offset: int = 0) -> dict[str, Any]:
     """The older shape: columns. A token is always among its own alternatives; `offset` is where its text begins."""
-    tokens = [_text(entry.bytes) for entry in entries]
+    tokens = [_name(entry.bytes) for entry in entries]
     offsets = []
-    for token in tokens:
+    for entry in entries:
         offsets.append(offset)
-        offset += len(token)
+        offset += len(_text(entry.bytes))
     tops: list[dict[str, float] | None] = []
     for entry, token in zip(entries, tokens, strict=True):
         if entry.logprob is None:
             tops.append(None)
             continue
-        known = {_text(each.bytes): each.logprob for each in reversed(entry.top)}
+        known = {_name(each.bytes): each.logprob for each in reversed(entry.top)}
         tops.append({**known, token: entry.logprob})
     return {
         "tokens": tokens,

@@ -94,7 +94,9 @@ class Scheduler:
         if length == 0:
             raise EngineError(Code.INVALID, "the prompt is empty", "prompt")
         if length >= limits.max_model_len:
-            message = f"the prompt has {length} tokens; the context is {limits.max_model_len} and holds the answer too"
+            # litellm and langchain tell this from other faults by the words "prompt is too long" alone.
+            room = f"the context of {limits.max_model_len} holds the answer too"
+            message = f"the prompt is too long: it has {length} tokens; {room}"
             raise EngineError(Code.TOO_LARGE, message, "prompt")
         end = min(sequence.num_prompt_tokens + sequence.max_tokens, limits.max_model_len)
         if end > capacity:

@@ -152,6 +152,20 @@ def test_the_openai_client_at_once(running: EngineProcess):
     assert len(asyncio.run(many())) == 100
 
 
+def test_parts_of_letters_are_told_apart_in_completions_logprobs(api: openai.OpenAI):
+    """lm-eval found choices greedy that were not: all parts of letters were one key, which hid the likeliest."""
+    told = api.completions.create(model="tiny", prompt="жé€ " * 8, max_tokens=1, temperature=0, echo=True, logprobs=3)
+    logprobs = told.choices[0].logprobs
+    assert logprobs.tokens[:2] == ["bytes:\\xd0", "bytes:\\xb6"]
+    num_unlikely = 0
+    for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        if top is not None:
+            assert top[token] == logprob
+            assert len(top) in {3, 4}  # three alternatives, and the token itself where it is none of them
+            num_unlikely += len(top) == 4
+    assert num_unlikely > 20
+
+
 # One request by four ways.
 
 
@@ -337,6 +351,17 @@ def test_a_chat_that_is_wrong_is_a_400_naming_it(running: EngineProcess, fields:
     status, body, _ = chat(running, **fields)
     assert status == 400, body
     assert str(body["error"]["param"]).replace("[]", "[0]").startswith(param.split("[")[0])
+
+
+def test_a_prompt_that_is_too_long_is_told_in_words_that_clients_know(running: EngineProcess):
+    """litellm and langchain know it by these words, and choose a longer model then; a bare 400 was their own fault."""
+    for ask, fields in (
+        (complete, {"prompt": "x" * 300}),
+        (chat, {"messages": [{"role": "user", "content": "x" * 300}]}),
+    ):
+        status, body, _ = ask(running, **fields)
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        assert "prompt is too long" in body["error"]["message"]
 
 
 def test_what_is_tolerated(running: EngineProcess):
