@@ -20,6 +20,7 @@ from ipc.messages import (
     TokenId,
     TokenIds,
     TokenLogprob,
+    TopLogprob,
     Usage,
 )
 from ipc.streams import Choice, Completion, Options
@@ -289,12 +290,13 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _name(data: bytes) -> str:
-    """A token as a key: its text, or `bytes:\\xe2\\x80` for what is no text alone, so that no two are the same."""
+def _name(entry: TokenLogprob | TopLogprob) -> str:
+    """A token as a key, so that no two are the same: its text, `bytes:\\xe2\\x80` for what is no text alone, and
+    `token_id:0` for what adds none, as control tokens."""
     try:
-        return data.decode()
+        return entry.bytes.decode() or f"token_id:{entry.id}"
     except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{each:02x}" for each in data)
+        return "bytes:" + "".join(f"\\x{each:02x}" for each in entry.bytes)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
@@ -318,7 +320,7 @@ def chat_logprobs(entries: Sequence[TokenLogprob]) -> dict[str, Any]:
 
 def plain_logprobs(entries: Sequence[TokenLogprob], num_top: int, offset: int = 0) -> dict[str, Any]:
     """The older shape: columns. A token is always among its own alternatives; `offset` is where its text begins."""
-    tokens = [_name(entry.bytes) for entry in entries]
+    tokens = [_name(entry) for entry in entries]
     offsets = []
     for entry in entries:
         offsets.append(offset)
@@ -328,7 +330,7 @@ def plain_logprobs(entries: Sequence[TokenLogprob], num_top: int, offset: int = 
         if entry.logprob is None:
             tops.append(None)
             continue
-        known = {_name(each.bytes): each.logprob for each in reversed(entry.top)}
+        known = {_name(each): each.logprob for each in reversed(entry.top)}
         tops.append({**known, token: entry.logprob})
     return {
         "tokens": tokens,

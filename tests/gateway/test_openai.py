@@ -147,13 +147,19 @@ def test_columns_of_log_probabilities():
         TokenLogprob(1, b"a", None),
         TokenLogprob(2, "é".encode(), -0.5, [TopLogprob(3, b"x", -0.1), TopLogprob(2, "é".encode(), -0.5)]),
         TokenLogprob(4, b"\xff", -9.0, [TopLogprob(3, b"x", -0.1)]),
+        TokenLogprob(7, b"", -1.0, [TopLogprob(0, b"", -0.5)]),
     ]
     told = openai.plain_logprobs(entries, 2, 10)
     assert told == {
-        "tokens": ["a", "é", "\ufffd"],
-        "token_logprobs": [None, -0.5, -9.0],
-        "top_logprobs": [None, {"x": -0.1, "é": -0.5}, {"x": -0.1, "\ufffd": -9.0}],
-        "text_offset": [10, 11, 12],
+        "tokens": ["a", "é", "bytes:\\xff", "token_id:7"],
+        "token_logprobs": [None, -0.5, -9.0, -1.0],
+        "top_logprobs": [
+            None,
+            {"x": -0.1, "é": -0.5},
+            {"x": -0.1, "bytes:\\xff": -9.0},
+            {"token_id:0": -0.5, "token_id:7": -1.0},
+        ],
+        "text_offset": [10, 11, 12, 13],
     }
     assert openai.plain_logprobs(entries, 0)["top_logprobs"] is None
     first = openai.chat_logprobs(entries[1:])["content"][0]
