@@ -107,6 +107,7 @@ def test_openai(running: EngineProcess, tmp_path: Path):
     assert told["version"] == client.version
     assert told["text"]
     assert told["at_once"] == 16
+    assert told["responses"] == "served"
     assert told["errors"] == [
         "NotFoundError model_not_found",
         "BadRequestError context_length_exceeded",
