@@ -417,9 +417,21 @@ def _on_malformed(
     return answer
 
 
-def tell_malformed_in_json() -> None:
-    """aiohttp answers those in plain text, with its version, and logs their bytes; there is no setting for it."""
+def adapt_connections(read_s: float) -> None:
+    """What aiohttp has no setting for: it answers malformed requests in plain text with its version, and logs their
+    bytes; and it waits for ever for the first request of a connection."""
+    connection_made = RequestHandler.connection_made
+
+    def made(handler: RequestHandler, transport: asyncio.BaseTransport) -> None:
+        connection_made(handler, transport)
+        asyncio.get_running_loop().call_later(read_s, cut, handler)
+
+    def cut(handler: RequestHandler) -> None:
+        if handler._request_count == 0 and handler.transport is not None:
+            handler.transport.abort()
+
     RequestHandler.handle_error = _on_malformed  # type: ignore[method-assign, assignment]
+    RequestHandler.connection_made = made  # type: ignore[method-assign, assignment]
 
 
 async def _sign(_: web.Request, response: web.StreamResponse) -> None:

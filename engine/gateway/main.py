@@ -17,7 +17,7 @@ import uvloop
 from aiohttp import web
 
 from engine.config import EXIT_CONFIG, Http
-from engine.gateway.http import Door, tell_malformed_in_json
+from engine.gateway.http import Door, adapt_connections
 from engine.gateway.keyring import Keyring
 from engine.keys import read
 from engine.memory import quiet_gc
@@ -43,7 +43,7 @@ async def _serve(config: Http, listening: socket.socket, run_dir: str) -> None:
     async with AsyncClient(ipc_address(run_dir, "client"), name="gateway", hello_s=HELLO_S) as client:
         access = Lines("http", os.environ["ENGINE_CHILD_LOG_LEVEL"], loop)
         door = Door(client, config, keyring, access)
-        tell_malformed_in_json()
+        adapt_connections(config.read_s)
         runner = web.AppRunner(
             door.application(),
             handler_cancellation=True,

@@ -28,8 +28,12 @@ def raw_post(path: str, fields: dict[str, Any], *headers: str) -> bytes:
 
 
 def gateways_of(running: EngineProcess) -> list[psutil.Process]:
-    children = psutil.Process(running.pid).children()
-    return [each for each in children if "engine.gateway.main" in " ".join(each.cmdline())]
+    found = []
+    for each in psutil.Process(running.pid).children():
+        with contextlib.suppress(psutil.Error):  # it ends while we look
+            if "engine.gateway.main" in " ".join(each.cmdline()):
+                found.append(each)
+    return found
 
 
 def send(
