@@ -20,9 +20,10 @@ from engine.clock import MonotonicClock
 from engine.config import Config, ConfigError, Http, changes, config_hash
 from engine.front.main import Front
 from engine.memory import quiet_gc
+from engine.notify import Notifier, from_environment
 from engine.run_dir import RunDir
 from engine.supervisor.gateways import Gateways
-from engine.supervisor.main import Supervisor
+from engine.supervisor.main import Ends, Supervisor
 from engine.telemetry import configure_logging
 from ipc.channel import ipc_address, router
 from ipc.errors import Code, EngineError
@@ -67,6 +68,7 @@ class Server:
         self._config = config
         self._read = read
         self._end: asyncio.Event | None = None
+        self._notifier: Notifier
         self._front: Front
         self._supervisor: Supervisor
 
@@ -78,6 +80,7 @@ class Server:
         quiet_gc()
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
+        self._notifier = from_environment()
         run_dir = RunDir(self._config.engine.run_dir)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, 65_535)
@@ -90,6 +93,7 @@ class Server:
                 listening.close()
             context.destroy(0)
             run_dir.close()
+            self._notifier.close()
 
     async def _serve(self, context: "zmq.Context[zmq.Socket[bytes]]", listening: socket.socket | None) -> int:
         loop = asyncio.get_running_loop()
@@ -99,7 +103,7 @@ class Server:
         worker = self._bind(context, "worker", WORKER_BYTES_MAX, 10_000)
         admin = self._bind(context, "admin", ADMIN_BYTES_MAX, 100)
         self._front = Front(loop, config, (client, worker), clock, lambda message: self._supervisor.post(message))
-        ends = (self._front.post, self.reload, self._end.set)
+        ends = Ends(self._front.post, self.reload, self._end.set, self._notifier)
         gateways = Gateways(config, listening, clock)
         self._supervisor = Supervisor(loop, config, admin, clock, gateways, ends)
         self._watch_signals(loop)
@@ -137,6 +141,12 @@ class Server:
 
     def reload(self) -> AdminReply:
         """Read the configuration again; refused whole when it touches what only a start can change."""
+        self._supervisor.reloading()
+        reply = self._reread()
+        self._supervisor.reloaded(reply.ok)
+        return reply
+
+    def _reread(self) -> AdminReply:
         try:
             config = self._read()
         except ConfigError as error:

@@ -44,6 +44,8 @@ from ipc.control import (
     Placed,
     SaidReady,
     StatusTold,
+    Turn,
+    Turned,
 )
 from ipc.errors import Code, EngineError, ProtocolError
 from ipc.messages import (
@@ -123,6 +125,7 @@ class Front(Actor):
         self._hopeless: set[str] = set()
         self._started_at = clock.now()
         self._is_closing = False
+        self._turn = 0  # asked for and not had yet
         self._metrics = Metrics(clock.now())
         self.num_internal_errors = 0
         self.num_refused = 0
@@ -134,6 +137,7 @@ class Front(Actor):
         self.handle(Close, self._on_close)
         self.handle(Placed, self._on_placed)
         self.handle(AskStatus, self._on_ask_status)
+        self.handle(Turn, self._on_turn)
         self.handle(Config, self.configure)
 
     def configure(self, config: Config) -> None:
@@ -151,7 +155,7 @@ class Front(Actor):
         """Begin to listen. The sockets are bound already."""
         self._clients.attach(self.loop, self._on_client)
         self._workers.attach(self.loop, self._on_worker)
-        self.every(FLUSH_S, self._desk.flush)
+        self.every(FLUSH_S, self._flush)
         self.every(self._desk.config.heartbeat_s / 2, self._desk.end_silent)
 
     def stop(self) -> None:
@@ -533,6 +537,15 @@ class Front(Actor):
 
     def _on_ask_status(self, question: AskStatus) -> None:
         self._supervise(StatusTold(question.question, self.status()))
+
+    def _on_turn(self, asked: Turn) -> None:
+        self._turn = asked.number
+
+    def _flush(self) -> None:
+        self._desk.flush()
+        if self._turn:
+            self._supervise(Turned(self._turn))
+            self._turn = 0
 
     # What anybody may ask.
 
