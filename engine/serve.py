@@ -68,6 +68,7 @@ class Server:
         self._config = config
         self._read = read
         self._end: asyncio.Event | None = None
+        self._has_stop_signal = False
         self._notifier: Notifier
         self._front: Front
         self._supervisor: Supervisor
@@ -129,11 +130,11 @@ class Server:
         loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
 
     def _on_stop_signal(self) -> None:
-        """The first drains, the second stops now."""
-        if self._supervisor.is_draining:
+        """The first drains, the second stops now. A drain that somebody else asked for goes on at the first."""
+        if self._has_stop_signal:
             self._supervisor.stop_now()
-        else:
-            self._supervisor.drain()
+        self._has_stop_signal = True
+        self._supervisor.drain()
 
     def _on_reload_signal(self) -> None:
         reply = self.reload()

@@ -369,10 +369,6 @@ class Supervisor(Actor):
 
     # Ending.
 
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
-
     def drain(self) -> None:
         """Accept nothing new, finish everything, then end. The second call changes nothing."""
         if self._is_draining:
