@@ -126,7 +126,7 @@ def stream(where: tuple[str, int], **fields: object) -> Iterator[socket.socket]:
 def arrivals(connection: socket.socket) -> list[float]:
     """When bytes with an event came, until the stream's end."""
     data, at = b"", []
-    while not data.endswith(b"0\r\n\r\n"):
+    while not data.endswith(b"\r\n0\r\n\r\n"):
         got = connection.recv(65_536)
         assert got, data
         data += got
@@ -166,7 +166,7 @@ def test_comments_of_a_waiting_stream_pass(front: tuple[str, int]):
             pass
         with stream(front, max_tokens=2) as second:  # there is one seat
             data = b""
-            while not data.endswith(b"0\r\n\r\n"):
+            while not data.endswith(b"\r\n0\r\n\r\n"):
                 data += second.recv(65_536)
     assert data.count(b": waiting\n\n") >= 3
     assert b"[DONE]" in data
