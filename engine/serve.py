@@ -22,9 +22,10 @@ from engine.front.main import Front
 from engine.front.zap import Remote, Zap, guard
 from engine.keys import Key, read, read_secret
 from engine.memory import quiet_gc
+from engine.notify import Notifier, from_environment
 from engine.run_dir import RunDir
 from engine.supervisor.gateways import Gateways
-from engine.supervisor.main import Supervisor
+from engine.supervisor.main import Ends, Supervisor
 from engine.telemetry import configure_logging
 from ipc.channel import Channel, ipc_address, router
 from ipc.errors import Code, EngineError
@@ -86,6 +87,8 @@ class Server:
         self._config = config
         self._read = read
         self._end: asyncio.Event | None = None
+        self._has_stop_signal = False
+        self._notifier: Notifier
         self._front: Front
         self._supervisor: Supervisor
 
@@ -97,6 +100,7 @@ class Server:
         quiet_gc()
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=True)
+        self._notifier = from_environment()
         run_dir = RunDir(self._config.engine.run_dir)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, 65_535)
@@ -110,6 +114,7 @@ class Server:
                 listening.close()
             context.destroy(0)
             run_dir.close()
+            self._notifier.close()
 
     async def _serve(
         self,
@@ -127,7 +132,7 @@ class Server:
         self._front = Front(
             loop, config, (client, worker), clock, lambda message: self._supervisor.post(message), remote
         )
-        ends = (self._front.post, self.reload, self._end.set)
+        ends = Ends(self._front.post, self.reload, self._end.set, self._notifier)
         gateways = Gateways(config, listening, clock)
         self._supervisor = Supervisor(loop, config, admin, clock, gateways, ends)
         self._watch_signals(loop)
@@ -173,11 +178,11 @@ class Server:
         loop.add_signal_handler(signal.SIGHUP, self._on_reload_signal)
 
     def _on_stop_signal(self) -> None:
-        """The first drains, the second stops now."""
-        if self._supervisor.is_draining:
+        """The first drains, the second stops now. A drain that somebody else asked for goes on at the first."""
+        if self._has_stop_signal:
             self._supervisor.stop_now()
-        else:
-            self._supervisor.drain()
+        self._has_stop_signal = True
+        self._supervisor.drain()
 
     def _on_reload_signal(self) -> None:
         reply = self.reload()
@@ -185,6 +190,12 @@ class Server:
 
     def reload(self) -> AdminReply:
         """Read the configuration again; refused whole when it touches what only a start can change."""
+        self._supervisor.reloading()
+        reply = self._reread()
+        self._supervisor.reloaded(reply.ok)
+        return reply
+
+    def _reread(self) -> AdminReply:
         try:
             config = self._read()
         except ConfigError as error:

@@ -61,6 +61,12 @@ class AskStatus(Struct, frozen=True):
     question: int
 
 
+class Turn(Struct, frozen=True):
+    """Answer `Turned` with the same number from a timer, not from here: that proves the mailbox and the timers."""
+
+    number: int
+
+
 # Front -> Supervisor.
 
 
@@ -93,3 +99,9 @@ class Drained(Struct, frozen=True):
 class StatusTold(Struct, frozen=True):
     question: int
     report: StatusReport
+
+
+class Turned(Struct, frozen=True):
+    """The front has had the turn that it was asked for."""
+
+    number: int

@@ -49,6 +49,8 @@ from ipc.control import (
     Placed,
     SaidReady,
     StatusTold,
+    Turn,
+    Turned,
 )
 from ipc.errors import Code, EngineError, ProtocolError
 from ipc.messages import (
@@ -137,6 +139,7 @@ class Front(Actor):
         self._hopeless: set[str] = set()
         self._started_at = clock.now()
         self._is_closing = False
+        self._turn = 0  # asked for and not had yet
         self._metrics = Metrics(clock.now())
         self._shelf = Shelf(config.front.kept_max, config.front.kept_bytes_max)
         self._aliases: dict[str, str] = {}
@@ -150,6 +153,7 @@ class Front(Actor):
         self.handle(Close, self._on_close)
         self.handle(Placed, self._on_placed)
         self.handle(AskStatus, self._on_ask_status)
+        self.handle(Turn, self._on_turn)
         self.handle(Config, self.configure)
 
     def configure(self, config: Config) -> None:
@@ -172,7 +176,7 @@ class Front(Actor):
         if self._remote is not None:
             self._remote.zap.start(self.loop)
             self._remote.channel.attach(self.loop, partial(self._on_client, door=self._remote_door))
-        self.every(FLUSH_S, self._desk.flush)
+        self.every(FLUSH_S, self._flush)
         self.every(EXPIRE_S, lambda: self._shelf.expire(self._clock.now()))
         self.every(self._desk.config.heartbeat_s / 2, self._desk.end_silent)
 
@@ -612,6 +616,15 @@ class Front(Actor):
 
     def _on_ask_status(self, question: AskStatus) -> None:
         self._supervise(StatusTold(question.question, self.status()))
+
+    def _on_turn(self, asked: Turn) -> None:
+        self._turn = asked.number
+
+    def _flush(self) -> None:
+        self._desk.flush()
+        if self._turn:
+            self._supervise(Turned(self._turn))
+            self._turn = 0
 
     # What anybody may ask.
 

@@ -42,6 +42,7 @@ log = structlog.get_logger("gateway")
 
 POLL_S: Final = 0.2
 STALE_S: Final = 1.0  # a snapshot older than this says nothing
+LIVE_S: Final = 5.0  # a front that has not answered for so long does not run
 COUNT_S: Final = 1.0
 ID_MAX: Final = 128
 OPEN_PATHS: Final = frozenset(each.path for each in ENDPOINTS if each.is_open)
@@ -72,7 +73,7 @@ class Door:
         self._access = access
         self.streams = Streams(client, config)
         self._status: StatusReport | None = None
-        self._seen_at = 0.0
+        self._seen_at = time.monotonic()
         self._counts: Counter[str] = Counter()
         self._was_ready = False
 
@@ -178,7 +179,8 @@ class Door:
         return as_json({"status": "ok" if is_good else "unavailable", "engine": state}, 200 if is_good else 503)
 
     async def _livez(self, _: web.Request) -> web.Response:
-        return self._told(True)
+        """Whether the loop of the front turns; nothing about workers, which the supervisor restarts by itself."""
+        return self._told(time.monotonic() - self._seen_at <= LIVE_S)
 
     async def _readyz(self, _: web.Request) -> web.Response:
         return self._told(self._is_ready())

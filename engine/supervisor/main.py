@@ -11,7 +11,7 @@ import secrets
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import structlog
@@ -19,8 +19,10 @@ import zmq
 
 from engine.clock import Clock
 from engine.config import Config, Deployment, config_hash
+from engine.notify import Notifier
 from engine.supervisor.deployment import engine_state, route_report
 from engine.supervisor.gateways import Gateways
+from engine.supervisor.herald import Herald, Lines
 from engine.supervisor.process import WorkerProcess, spawn
 from engine.supervisor.replica import Action, Move, Replica, RestartPolicy, Seen, Target, apply, decide
 from engine.supervisor.states import ReplicaState
@@ -40,6 +42,8 @@ from ipc.control import (
     Placed,
     SaidReady,
     StatusTold,
+    Turn,
+    Turned,
 )
 from ipc.errors import Code, ProtocolError
 from ipc.health import Page, PageReader, create
@@ -69,8 +73,17 @@ class _Kept:
     spawn_error: str = ""
 
 
+class Ends(NamedTuple):
+    """Where the supervisor's words go: `on_end` is called once, when everything has ended."""
+
+    tell_front: Callable[[object], None]
+    reload: Callable[[], AdminReply]
+    on_end: Callable[[], None]
+    notifier: Notifier
+
+
 class Supervisor(Actor):
-    """The control plane. `tell_front` posts to the front; `on_end` is called once, when everything has ended."""
+    """The control plane."""
 
     def __init__(
         self,
@@ -79,15 +92,15 @@ class Supervisor(Actor):
         socket: zmq.Socket[bytes],
         clock: Clock,
         gateways: Gateways,
-        ends: tuple[Callable[[object], None], Callable[[], AdminReply], Callable[[], None]],
+        ends: Ends,
     ) -> None:
-        """`ends` are: post to the front, reload the configuration, everything has ended."""
         super().__init__(loop)
         self._config = config
         self._clock = clock
         self._admin = Channel(socket)
         self._gateways = gateways
-        self._tell_front, self._reload, self._on_end = ends
+        self._tell_front, self._reload, self._on_end, self._notifier = ends
+        self._herald = Herald(self._notifier.watchdog_s, clock.now())
         self._kept: list[_Kept] = []
         self._questions: dict[int, bytes] = {}
         self._num_questions = 0
@@ -106,6 +119,7 @@ class Supervisor(Actor):
         self.handle(Emptied, self._on_emptied)
         self.handle(Drained, self._on_drained)
         self.handle(StatusTold, self._on_status_told)
+        self.handle(Turned, self._on_turned)
         self.handle(Config, self._on_config)
 
     def start(self) -> None:
@@ -145,10 +159,43 @@ class Supervisor(Actor):
                 self._state = placed.state
                 log.info(f"engine_{placed.state}", after_s=round(now - self._started_at, 2))
             self._tell_front(placed)
+            self._say(self._herald.observe(placed))
         self._gateways.look()
+        self._pulse(now)
         if self._is_stopping and not self._has_ended and self._all_stopped() and self._gateways.are_gone:
             self._has_ended = True
             self._on_end()
+
+    # What the service manager is told.
+
+    def _say(self, lines: Lines) -> None:
+        if lines and self._notifier.is_on:
+            self._notifier.tell(lines)
+
+    def _pulse(self, now: float) -> None:
+        """A sign of life when one is due. Called by the look, so that without looks there is none."""
+        if not self._notifier.is_on:
+            return
+        lines = self._herald.pulse(now)
+        if lines:
+            self._notifier.pulse(lines)
+        number = self._herald.question(now)
+        if number:
+            self._tell_front(Turn(number))
+        self._notifier.flush()
+
+    def _on_turned(self, turned: Turned) -> None:
+        self._herald.answered(turned.number)
+
+    def reloading(self) -> None:
+        """The configuration is being read again."""
+        self._say(self._herald.reloading(self._clock.now()))
+
+    def reloaded(self, is_applied: bool) -> None:
+        """It was read: applied, or refused whole."""
+        self._say(self._herald.reloaded(is_applied))
+
+    # Looking at one replica.
 
     def _look_at(self, kept: _Kept, now: float, lateness_s: float) -> bool:
         """One look at one replica; True when it moved."""
@@ -322,15 +369,12 @@ class Supervisor(Actor):
 
     # Ending.
 
-    @property
-    def is_draining(self) -> bool:
-        return self._is_draining
-
     def drain(self) -> None:
         """Accept nothing new, finish everything, then end. The second call changes nothing."""
         if self._is_draining:
             return
         self._is_draining = True
+        self._say(self._herald.stopping())
         self._tell_front(Close())
         self.after(self._config.engine.drain_s, self._stop_all)
 
@@ -351,6 +395,7 @@ class Supervisor(Actor):
     def stop_now(self) -> None:
         """Kill every worker and end."""
         log.warning("stopping_now")
+        self._say(self._herald.stopping())
         self._gateways.kill()
         for kept in self._kept:
             if kept.process is not None:

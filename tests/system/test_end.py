@@ -43,6 +43,17 @@ def test_a_second_sigterm_stops_now():
         until(lambda: all(is_gone(pid) for pid in family), 5.0)
 
 
+def test_a_sigterm_after_a_drain_command_does_not_cut_the_drain_short():
+    """A manager of containers runs the drain command first, then sends SIGTERM as soon as the command has returned."""
+    with engine(sim_toml(step_ms=5)) as running, running.wait_ready().client() as client:
+        stream = client.stream("sim", "x", max_tokens=150, ignore_eos=True)
+        next(stream)
+        assert command("drain", running=running).returncode == 0
+        running.signal(signal.SIGTERM)
+        assert isinstance(list(stream)[-1], Finished)
+        assert running.wait_exit() == 0
+
+
 def test_a_drain_that_takes_too_long_is_cut_off():
     toml = sim_toml(step_ms=100, engine="drain_s = 0.5\nstop_grace_s = 0.5")
     with engine(toml) as running, running.wait_ready().client() as client:

@@ -521,6 +521,23 @@ def test_health_tells_the_truth_within_a_second():
         until(lambda: get(running, "/readyz")[0] == 200, 10.0, "ready again")
 
 
+def test_an_engine_that_stands_still_is_not_alive():
+    """Where nothing but /livez is asked, a frozen front would stay for ever behind gateways that answer."""
+    with engine(sim_toml(), **DOOR) as running:
+        running.wait_ready()
+        until(lambda: get(running, "/readyz")[0] == 200, 5.0, "ready")
+        running.signal(signal.SIGSTOP)
+        try:
+            stopped_at = time.monotonic()
+            until(lambda: get(running, "/readyz")[0] == 503, 5.0, "not ready")
+            assert get(running, "/livez")[0] == 200
+            until(lambda: get(running, "/livez")[0] == 503, 10.0, "not alive")
+            assert time.monotonic() - stopped_at > 4.0
+        finally:
+            running.signal(signal.SIGCONT)
+        until(lambda: {get(running, path)[0] for _ in range(4) for path in ("/livez", "/readyz")} == {200}, 10.0)
+
+
 def test_metrics_add_up_and_show_nothing_of_the_dead(running: EngineProcess):
     """vllm#45118 and its like: aborted requests counted, gauges back, no negative step, no series of a dead worker."""
     before = {
