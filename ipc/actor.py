@@ -68,11 +68,13 @@ class Actor:
         self._timers.discard(timer)
 
     def every(self, period_s: float, callback: Callable[[], None]) -> None:
-        """Call `callback` every `period_s` until the actor stops."""
+        """Call `callback` every `period_s` until the actor stops, also after it has raised."""
 
         def fire() -> None:
-            callback()
-            self.after(period_s, fire)
+            try:
+                callback()
+            finally:
+                self.after(period_s, fire)
 
         self.after(period_s, fire)
 

@@ -22,7 +22,7 @@ WITH_TORCH = (
     "engine.worker.load_text",
     "engine.worker.export",
 )
-WITH_HTTP = ("engine.gateway.http", "engine.gateway.main")
+WITH_HTTP = ("engine.gateway.http", "engine.gateway.streaming", "engine.gateway.main")
 HEAVY = {"torch", "numpy", "aiohttp", "pynvml"}
 
 

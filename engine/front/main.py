@@ -552,7 +552,7 @@ class Front(Actor):
             self._metrics.observe_usage(request, ending)
             self._forget(request, RequestState.FINISHED, ending.reason)
         else:
-            self._forget(request, RequestState.FAILED)
+            self._forget(request, RequestState.FAILED, "refused" if ending.outcome == Outcome.REFUSED else "")
 
     def _on_report(self, view: ReplicaView, told: Report) -> None:
         if told.epoch != view.epoch:

@@ -179,7 +179,11 @@ class Metrics:
         ends = CounterMetricFamily("vllm:request_success", "Requests by end.", labels=[*labels, "finished_reason"])
         ended = CounterMetricFamily("engine_requests", "Requests by how they ended.", labels=["route", "outcome"])
         refused = CounterMetricFamily("engine_refused", "Requests refused at once.", labels=["route", "code"])
-        rate = GaugeMetricFamily("engine_success_ratio", "Requests that finished, of all ended.", labels=["route"])
+        rate = GaugeMetricFamily(
+            "engine_success_ratio",
+            "Requests that finished, of all that were not cancelled and not wrong.",
+            labels=["route"],
+        )
         little = GaugeMetricFamily(
             "engine_little_ratio",
             "Requests open on average / (arrival rate x time in the system): 1.",
@@ -206,7 +210,7 @@ class Metrics:
                     ends.add_metric([*key, reason], count)
                 ended.add_metric([name, reason], count)
             num_good = route.ends.get("stop", 0) + route.ends.get("length", 0) + route.ends.get("finished", 0)
-            num_all = sum(route.ends.values()) - route.ends.get("cancelled", 0)
+            num_all = sum(route.ends.values()) - route.ends.get("cancelled", 0) - route.ends.get("refused", 0)
             if num_all:
                 rate.add_metric([name], num_good / num_all)
             ratio = _little(route, now - self._started_at, now)

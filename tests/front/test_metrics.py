@@ -75,14 +75,14 @@ def test_the_times_of_a_request():
 
 def test_ends_add_up_and_a_cancel_is_no_failure():
     metrics = Metrics(100.0)
-    for number, reason in enumerate(["stop", "length", "cancelled", "cancelled", "failed"]):
+    for number, reason in enumerate(["stop", "length", "cancelled", "cancelled", "failed", "refused"]):
         metrics.observe_arrival("r", 100.0)
         metrics.observe_end(request(number), reason, 101.0)
     metrics.observe_refusal("r", "overloaded")
     metrics.observe_refusal("", "not_found")
     found = samples(metrics)
     ended = {key[1][0][1]: value for key, value in found.items() if key[0] == "engine_requests_total"}
-    assert ended == {"stop": 1, "length": 1, "cancelled": 2, "failed": 1}
+    assert ended == {"stop": 1, "length": 1, "cancelled": 2, "failed": 1, "refused": 1}
     assert of(found, "engine_success_ratio", route="r") == pytest.approx(2 / 3)
     assert of(found, "engine_refused_total", route="", code="not_found") == 1
 

@@ -68,6 +68,32 @@ def test_the_mailbox_is_bounded(monkeypatch: pytest.MonkeyPatch):
     asyncio.run(scenario())
 
 
+def test_a_timer_that_raises_rings_again():
+    """One fault in a flush, and nothing was flushed ever after."""
+
+    async def scenario() -> tuple[int, int]:
+        loop = asyncio.get_running_loop()
+        made, told, seen, rang = Actor(loop), [], [], asyncio.Event()
+        loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+
+        def fail() -> None:
+            seen.append("again")
+            if len(seen) >= 3:
+                rang.set()
+            raise ValueError("broken")
+
+        made.every(0.001, fail)
+        async with asyncio.timeout(5):
+            await rang.wait()
+        made.stop_serving()
+        await asyncio.sleep(0)
+        return len(seen), len(told)
+
+    num_seen, num_told = asyncio.run(scenario())
+    assert num_seen >= 3
+    assert num_told >= 2
+
+
 def test_timers_end_with_the_actor():
     async def scenario() -> list[str]:
         made, seen = Actor(asyncio.get_running_loop()), []
