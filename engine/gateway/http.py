@@ -11,6 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -83,7 +84,8 @@ class Door:
         made.on_response_prepare.append(_sign)
         for each in ENDPOINTS:
             path = each.path.replace("/v1/models/{id}", "/v1/models/{id:.+}")  # a name may have slashes
-            made.router.add_route(each.method, path, getattr(self, f"_{each.name}"))
+            add = made.router.add_get if each.method == "get" else partial(made.router.add_route, each.method)
+            add(path, getattr(self, f"_{each.name}"))  # with GET comes HEAD
         return made
 
     # Around every request.

@@ -420,6 +420,13 @@ def test_bodies_that_are_too_large_or_of_another_kind(running: EngineProcess):
         assert answer.startswith(b"HTTP/1.1 408")  # the rest never came
 
 
+def test_probes_may_ask_for_the_head_alone(running: EngineProcess):
+    for path in ("/livez", "/readyz", "/startupz", "/health", "/v1/models"):
+        status, body, told = send(running, "HEAD", path)
+        assert (status, body) == (200, b"")
+        assert int(told["content-length"]) > 0
+
+
 def test_paths_and_methods_that_are_none(running: EngineProcess):
     """uor-r4#764: an empty body that was no JSON."""
     for method, path, expected in (
