@@ -40,6 +40,7 @@ class Lines:
         self._event = event
         self._loop = loop
         self._is_on = level in {"debug", "info"}
+        self.is_debug = level == "debug"
         self._stamp = structlog.processors.TimeStamper(fmt="iso", utc=True)
         self._is_terminal = sys.stderr.isatty()
         self._log = structlog.get_logger()

@@ -108,7 +108,8 @@ class GenerateHead(Struct, frozen=True, omit_defaults=True, gc=False):
 
     A request with `keep_s` stays with the engine for so long after it began: FETCH gets its events, from any session
     of its tenant. A frame after the body, its note, is kept with it. `detach` lets it run on without its session.
-    It is refused when its tenant has `tenant_open_max` requests open; 0 is no bound.
+    It is refused when its tenant has `tenant_open_max` requests open; 0 is no bound. Those of one `conversation` go
+    to one replica while it has room.
     """
 
     request: Name
@@ -119,6 +120,7 @@ class GenerateHead(Struct, frozen=True, omit_defaults=True, gc=False):
     traceparent: Trace = ""
     keep_s: Annotated[float, Meta(ge=0, le=604_800)] = 0.0
     detach: bool = False
+    conversation: OptionalName = ""
     tenant_open_max: Annotated[int, Meta(ge=0, le=1_000_000)] = 0
 
 

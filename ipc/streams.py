@@ -61,6 +61,7 @@ class Options(TypedDict, total=False):
     traceparent: str
     keep_s: float
     detach: bool
+    conversation: str
     note: bytes
 
 

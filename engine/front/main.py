@@ -292,6 +292,7 @@ class Front(Actor):
             traceparent=head.traceparent,
             num_choices=num_choices,
             is_detached=head.detach and head.keep_s > 0,
+            conversation=f"{tenant}/{head.conversation}" if head.conversation else "",
         )
         if head.keep_s:
             until = now + min(head.keep_s, self._desk.config.keep_s)
@@ -383,7 +384,7 @@ class Front(Actor):
 
         def fits(request: Request) -> bool:
             nonlocal chosen
-            chosen = plan.router.choose(request.cost, loads, request.num_choices)
+            chosen = plan.router.choose(request.cost, loads, request.num_choices, request.conversation)
             return chosen is not None
 
         while len(plan.order):
@@ -405,6 +406,8 @@ class Front(Actor):
         )
         if sent is Sent.YES:
             view.assign(request.number, request.cost, request.num_choices)
+            if request.conversation:
+                plan.router.remember(request.conversation, view.slot)
             self._metrics.observe_dispatch(request, self._clock.now())
         else:
             view.is_clogged = True

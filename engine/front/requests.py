@@ -82,6 +82,7 @@ class Request:
     deadline_at: float = inf
     dispatched_at: float = 0.0
     started_at: float = 0.0
+    conversation: str = ""  # with its tenant
     is_detached: bool = False  # runs on without its session
     seed: int = 0
     body: bytes = b""

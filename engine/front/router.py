@@ -11,6 +11,7 @@ from typing import Final
 from msgspec import Struct
 
 SMOOTHING: Final = 0.3
+PLACES_MAX: Final = 4096
 UNKNOWN_STEPS_PER_S: Final = 1.0  # while no replica of the route has been measured: they are then equals
 
 
@@ -50,29 +51,41 @@ class Router:
     replica with few sequences makes few tokens, would look slow, and would get fewer still.
     """
 
-    __slots__ = ("_speeds",)
+    __slots__ = ("_places", "_speeds")
 
     def __init__(self) -> None:
         self._speeds: dict[int, _Speed] = {}
+        self._places: dict[str, int] = {}  # where each conversation was last, oldest first
 
-    def choose(self, cost: int, loads: Sequence[ReplicaLoad], num_seats: int = 1) -> int | None:
+    def choose(self, cost: int, loads: Sequence[ReplicaLoad], num_seats: int = 1, conversation: str = "") -> int | None:
         """The slot with the least expected wait, (outstanding + cost) / (seats * steps per second).
 
         The lowest slot among equals; None when nobody has `num_seats` free seats and room for `cost` tokens (an idle
-        replica always has room, and says itself what is too much for it). Changes nothing.
+        replica always has room, and says itself what is too much for it). A conversation goes where it was last, and
+        where its prefix is cached, while that slot can take it at once. Changes nothing.
         """
         default = self._mean_steps_per_s()
+        place = self._places.get(conversation) if conversation else None
         best: tuple[float, int] | None = None
         for load in loads:
             is_full = load.num_free_seats < num_seats or cost > load.free_tokens
             if load.num_free_seats <= 0 or (is_full and not load.is_idle):
                 continue
+            if load.slot == place:
+                return place
             speed = self._speeds.get(load.slot)
             steps_per_s = speed.steps_per_s if speed is not None and speed.steps_per_s > 0 else default
             candidate = ((load.outstanding + cost) / (load.num_seats * steps_per_s), load.slot)
             if best is None or candidate < best:
                 best = candidate
         return best[1] if best is not None else None
+
+    def remember(self, conversation: str, slot: int) -> None:
+        """It was sent there. The longest unused of PLACES_MAX is forgotten."""
+        self._places.pop(conversation, None)
+        self._places[conversation] = slot
+        if len(self._places) > PLACES_MAX:
+            del self._places[next(iter(self._places))]
 
     def _mean_steps_per_s(self) -> float:
         known = [speed.steps_per_s for speed in self._speeds.values() if speed.steps_per_s > 0]

@@ -46,6 +46,7 @@ STALE_S: Final = 1.0  # a snapshot older than this says nothing
 LIVE_S: Final = 5.0  # a front that has not answered for so long does not run
 COUNT_S: Final = 1.0
 ID_MAX: Final = 128
+QUIET_PATHS: Final = frozenset({"/metrics", *(each.path for each in ENDPOINTS if each.is_health)})
 OPEN_PATHS: Final = frozenset(each.path for each in ENDPOINTS if each.is_open)
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -110,12 +111,17 @@ class Door:
             status = 499
             raise
         finally:
-            route = request.match_info.route.resource
-            path = route.canonical if route is not None else "other"
-            self._counts[f"{path} {status}"] += 1
-            took_ms = round((time.monotonic() - started) * 1e3, 1)
+            self._note(request, status, time.monotonic() - started)
+
+    def _note(self, request: web.Request, status: int, took_s: float) -> None:
+        """Count it, and write its line; probes and scrapes have none below level debug."""
+        route = request.match_info.route.resource
+        path = route.canonical if route is not None else "other"
+        self._counts[f"{path} {status}"] += 1
+        if path not in QUIET_PATHS or self._access.is_debug:
             told = {"tokens": request["tokens"]} if "tokens" in request else {}
-            self._access.add(method=request.method, path=path, status=status, took_ms=took_ms, request=name, **told)
+            method, took_ms, name = request.method, round(took_s * 1e3, 1), request["id"]
+            self._access.add(method=method, path=path, status=status, took_ms=took_ms, request=name, **told)
 
     async def _guarded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if request.path not in OPEN_PATHS:

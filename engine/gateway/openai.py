@@ -5,6 +5,7 @@ request and is not built is refused by name; other unknown fields are ignored.
 """
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Annotated, Any, Final, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
@@ -97,7 +98,8 @@ class Common(Struct, frozen=True):
     priority: Annotated[str, Meta(max_length=16)] = ""
     deadline_ms: Annotated[int, Meta(ge=0, le=604_800_000)] = 0
     cache_salt: Annotated[str, Meta(max_length=256)] = ""
-    session: Annotated[str, Meta(max_length=256)] = ""
+    session: Annotated[str, Meta(max_length=256)] | None = None
+    prompt_cache_key: Annotated[str, Meta(max_length=256)] | None = None
     response_format: ResponseFormat | None = None
     tools: Unbuilt = UNSET
     tool_choice: Unbuilt = UNSET
@@ -171,6 +173,9 @@ def options(request: Common, default_max_tokens: int | None) -> Options:
         made["presence_penalty"] = request.presence_penalty
     if request.frequency_penalty is not None:
         made["frequency_penalty"] = request.frequency_penalty
+    conversation = request.session or request.prompt_cache_key or ""
+    if conversation:  # a name of any length as one of the wire's
+        made["conversation"] = blake2b(conversation.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
     if request.seed is not None:
         made["seed"] = request.seed & (2**63 - 1)
     return made

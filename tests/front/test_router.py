@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from engine.front.router import ReplicaLoad, Router
+from engine.front.router import PLACES_MAX, ReplicaLoad, Router
 
 
 def load(slot: int, outstanding: int = 0, free: int = 4, free_tokens: int = 10_000, seats: int = 4) -> ReplicaLoad:
@@ -87,3 +87,26 @@ def test_the_fast_replica_gets_the_larger_share():
         served[slot] += 1
         running.append((now + 60 / (100, 300)[slot], slot))
     assert 2.5 < served[1] / served[0] < 3.5
+
+
+def test_a_conversation_goes_where_it_was_while_there_is_room():
+    router = Router()
+    router.remember("t/a", 1)
+    assert router.choose(10, [load(0), load(1, 500)], conversation="t/a") == 1
+    assert router.choose(10, [load(0), load(1, 500)], conversation="t/b") == 0
+    assert router.choose(10, [load(0), load(1, 500)]) == 0
+    assert router.choose(10, [load(0), load(1, 500, free=0)], conversation="t/a") == 0
+    assert router.choose(10, [load(0), load(1, 500, free_tokens=5)], conversation="t/a") == 0
+    assert router.choose(10, [load(0)], conversation="t/a") == 0  # its replica is gone
+    router.remember("t/a", 0)
+    assert router.choose(10, [load(0, 500), load(1)], conversation="t/a") == 0
+
+
+def test_so_many_conversations_are_remembered():
+    router = Router()
+    for number in range(PLACES_MAX):
+        router.remember(f"t/{number}", 1)
+    router.remember("t/0", 1)  # used again
+    router.remember("t/new", 1)
+    loads = [load(0), load(1, 500)]
+    assert [router.choose(1, loads, conversation=name) for name in ("t/0", "t/new", "t/1", "t/2")] == [1, 1, 0, 1]

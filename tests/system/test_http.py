@@ -681,9 +681,13 @@ def test_prompts_and_ids_do_not_reach_the_log(running: EngineProcess):
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
         assert b"aiohttp" not in answer
     assert get(running, "/v1/models", **{"x-request-id": "plain-1"})[2]["x-request-id"] == "plain-1"
+    until(lambda: "request=plain-1" in running.log(), 5.0, "the last line is written")
     log = running.log()
     assert marker not in log
     assert [line for line in log.splitlines() if not line.startswith(("timestamp=", "worker "))] == []
+    assert "path=/v1/models" in log
+    assert "path=/livez" not in log  # probes and scrapes have no lines
+    assert "path=/metrics" not in log
 
 
 # What keeps it up.

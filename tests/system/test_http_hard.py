@@ -262,3 +262,22 @@ def test_counters_never_fall_whoever_dies(running: EngineProcess):
         until(lambda: len(gateways_of(running)) == 2, 10.0, "all gateways")
         running.wait_ready()
     scrape()
+
+
+@pytest.mark.parametrize("name", ["session", "prompt_cache_key"])
+def test_a_session_finds_its_cache_again(name: str):
+    """Of three replicas one has the conversation's blocks; what else comes in between does not draw it away."""
+    with engine(sim_toml(replicas=3, step_ms=5.0), **DOOR) as running:
+        running.wait_ready()
+        until(lambda: get(running, "/readyz")[0] == 200, 10.0, "a ready door")
+        cached = []
+        for number in range(6):
+            prompt = "a conversation of ours " * 10
+            _, told, _ = complete(running, model="sim", prompt=prompt, **{name: "s" * 200})
+            cached.append(told["usage"]["prompt_tokens_details"]["cached_tokens"])
+            body = raw_post("/v1/completions", {"model": "sim", "prompt": f"{number}", "max_tokens": 400})
+            with socket.create_connection(address(running), 10) as connection:  # keeps some replica busy for a while
+                connection.sendall(body)
+                until(lambda: any(each.num_in_flight for each in running.replicas()), 5.0, "it runs")
+                complete(running, model="sim", prompt="z", max_tokens=1)
+        assert cached == [0] + [len(prompt) // 16 * 16] * 5
