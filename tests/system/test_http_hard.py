@@ -238,6 +238,13 @@ def test_nobody_fetches_what_a_message_points_at(running: EngineProcess):
             listener.accept()
 
 
+def wait_for_others(running: EngineProcess, victims: set[int]) -> None:
+    """In the places of these processes: a death that has not been noticed yet looks like life."""
+    until(lambda: len({each.pid for each in gateways_of(running)} - victims) == 2, 10.0, "all gateways")
+    until(lambda: running.replicas()[0].pid not in victims, 10.0, "another worker")
+    running.wait_ready()
+
+
 def test_counters_never_fall_whoever_dies(running: EngineProcess):
     """spire-codex#297, TensorRT-LLM#19418: a scrape showed some process, and a dead one's gauges stayed."""
     last: dict[str, float] = {}
@@ -259,10 +266,7 @@ def test_counters_never_fall_whoever_dies(running: EngineProcess):
         victims = [running.replicas()[0].pid] if round_number % 2 else [each.pid for each in gateways_of(running)]
         for pid in victims:
             os.kill(pid, signal.SIGKILL)
-        # Others in their places: a death that has not been noticed yet looks like life.
-        until(lambda: len({each.pid for each in gateways_of(running)} - set(victims)) == 2, 10.0, "all gateways")
-        until(lambda: running.replicas()[0].pid not in victims, 10.0, "another worker")
-        running.wait_ready()
+        wait_for_others(running, set(victims))
     scrape()
 
 
