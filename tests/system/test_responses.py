@@ -87,11 +87,15 @@ def test_the_openai_client_creates_streams_retrieves_and_deletes(api: openai.Ope
 def test_a_background_response_is_polled_or_cancelled_by_anybody_of_its_tenant(
     running: EngineProcess, api: openai.OpenAI
 ):
-    begun = api.responses.create(model="tiny", input="hi", background=True, extra_body=LONG)
-    assert begun.status in {"queued", "in_progress"}
-    api.responses.cancel(begun.id)
-    cancelled = until(lambda: (told := api.responses.retrieve(begun.id)).status == "cancelled" and told)
-    assert cancelled.id == begun.id
+    for _ in range(10):
+        begun = api.responses.create(model="tiny", input="hi", background=True, extra_body=LONG)
+        assert begun.status in {"queued", "in_progress"}
+        cancelled = api.responses.cancel(begun.id)
+        assert api.responses.retrieve(begun.id) == cancelled
+        if cancelled.status == "cancelled":
+            break
+        assert cancelled.status == "incomplete"  # it was faster than we: again
+    assert cancelled.status == "cancelled"
     until(lambda: all(each.num_running == 0 for each in running.replicas()), 10.0, "it stopped")
     second = api.responses.create(model="tiny", input="hi", background=True, max_output_tokens=4)
     done = until(lambda: (told := api.responses.retrieve(second.id)).status in {"completed", "incomplete"} and told)
