@@ -359,6 +359,10 @@ class AsyncClient:
             self.cancel_nowait(request)
             raise
 
+    def leave(self, request: str) -> None:
+        """Read no more of a request that runs on by itself (`detach`): what still comes of it is dropped."""
+        self._open.pop(request, None)
+
     def cancel_nowait(self, request: str) -> None:
         """Ask for an end; the final event tells whether it came in time."""
         if request in self._open:

@@ -533,8 +533,9 @@ class Front(Actor):
 
     def _keep(self, emissions: Emissions, message: Frames, rejected: list[int]) -> None:
         for position, payload in enumerate(codec.pieces(emissions.lengths, message[3])):
-            if payload and position not in rejected:
-                self._shelf.append(emissions.numbers[position], payload)
+            number = emissions.numbers[position]
+            if payload and position not in rejected and not self._shelf.append(number, payload):
+                log.warning("kept_request_dropped", number=number)  # no room, and nothing that had ended to make some
 
     def _check_rejected(self, view: ReplicaView, emissions: Emissions, position: int) -> None:
         """Late entries are dropped; a gap or a repeat in a current attempt ends its request, rather than hang it."""

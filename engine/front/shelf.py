@@ -34,7 +34,6 @@ class Shelf:
     def __init__(self, items_max: int, bytes_max: int) -> None:
         self.items_max, self.bytes_max = items_max, bytes_max
         self.num_bytes = 0
-        self.num_dropped = 0  # while they ran, for want of room
         self._items: dict[tuple[str, str], Item] = {}  # oldest first
         self._open: dict[int, Item] = {}
 
@@ -62,18 +61,18 @@ class Shelf:
         self._open[item.number] = item
         self.num_bytes += item.num_bytes
 
-    def append(self, number: int, payload: bytes) -> None:
-        """One more event of a request, if it is kept."""
+    def append(self, number: int, payload: bytes) -> bool:
+        """One more event of a request, if it is kept. False when it had to be given up for want of room."""
         item = self._open.get(number)
         if item is None:
-            return
+            return True
         if not self._make_room(0, len(payload)):
-            self.num_dropped += 1
             self._drop(item)
-            return
+            return False
         item.events.append(payload)
         item.num_bytes += len(payload)
         self.num_bytes += len(payload)
+        return True
 
     def end(self, number: int, state: str) -> None:
         """A request is over, in this state."""

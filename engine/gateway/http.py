@@ -30,12 +30,7 @@ from engine.gateway.streaming import Streams
 from engine.keys import Key, class_within
 from engine.telemetry import Lines
 from ipc.errors import RETRYABLE, Code, EngineError
-from ipc.messages import (
-    FINAL,
-    Counts,
-    StatusReport,
-    Tokenize,
-)
+from ipc.messages import FINAL, Counts, StatusReport, Tokenize
 from ipc.session import AsyncClient
 from ipc.streams import AsyncSink, Completion, Options, Stored, raise_unless_finished
 
@@ -257,7 +252,7 @@ class Door:
         """A JSON body as `kind`. Raises EngineError naming the field, HTTPException for a body that is too large."""
         if request.content_length is not None and request.content_length > self._config.body_bytes_max:
             raise web.HTTPRequestEntityTooLarge(self._config.body_bytes_max, request.content_length)
-        if request.content_type not in {"application/json", "application/octet-stream"}:
+        if request.content_type != "application/json":  # a page of another origin cannot say that without being asked
             raise web.HTTPUnsupportedMediaType(reason="the body must be application/json")
         try:
             if request.content.is_eof():  # it came with the head: nothing to wait for

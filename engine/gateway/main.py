@@ -35,6 +35,7 @@ log = structlog.get_logger("gateway")
 
 
 async def _serve(config: Http, listening: socket.socket, run_dir: str) -> None:
+    """Until told to end. Raises what a watcher raised: without them this gateway would lie, so another takes over."""
     keyring = Keyring(read(config.api_keys_file, "http.api_keys_file") if config.api_keys_file else [])
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
@@ -57,11 +58,14 @@ async def _serve(config: Http, listening: socket.socket, run_dir: str) -> None:
         watching = [asyncio.create_task(door.watch()), asyncio.create_task(door.streams.watch())]
         await web.SockSite(runner, listening).start()
         log.info("gateway_serving", pid=os.getpid(), keys=bool(config.api_keys_file))
-        await ended.wait()
-        for task in watching:
+        telling = asyncio.create_task(ended.wait())
+        done, _ = await asyncio.wait([telling, *watching], return_when=asyncio.FIRST_COMPLETED)
+        for task in (telling, *watching):
             task.cancel()
         await runner.cleanup()
         access.flush()
+        for task in done:
+            task.result()
 
 
 def main() -> int:

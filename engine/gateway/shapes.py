@@ -3,6 +3,7 @@
 Pure: events of the native client in, bytes out. Knows no socket. Called by the handlers, one shape per stream.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Any, Final, Protocol
 
@@ -28,7 +29,7 @@ class Shape(Protocol):
     def finish(self) -> bytes: ...
 
 
-class ChunkShape:
+class ChunkShape(ABC):
     """What chat and plain completions share. Ends with [DONE]."""
 
     kind = ""
@@ -69,11 +70,14 @@ class ChunkShape:
             made = self._chunk(index, event.text, event.logprobs, event.reasoning) + self._end(index, event.reason)
         return made
 
-    def _chunk(self, index: int, text: str, logprobs: list[TokenLogprob], thoughts: str = "") -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def _chunk(self, index: int, text: str, logprobs: list[TokenLogprob], thoughts: str = "") -> bytes: ...
 
-    def _end(self, index: int, reason: str) -> bytes:
-        raise NotImplementedError
+    @abstractmethod
+    def _end(self, index: int, reason: str) -> bytes: ...
+
+    @abstractmethod
+    def _text_choice(self, index: int, text: str) -> dict[str, Any]: ...
 
     def _text(self, index: int, text: str) -> bytes:
         """A chunk of text and nothing else: all but the text is the same every time."""
@@ -84,9 +88,6 @@ class ChunkShape:
             before, _, after = self._event(self._text_choice(index, MARK)).rpartition(_MARK)
             frame = self._frames[index] = before, after
         return frame[0] + msgspec.json.encode(text) + frame[1]
-
-    def _text_choice(self, index: int, text: str) -> dict[str, Any]:
-        raise NotImplementedError
 
     def _event(self, choice: dict[str, Any]) -> bytes:
         told = {**self._head, "choices": [choice]}

@@ -13,7 +13,7 @@ from aiohttp import web
 from engine.config import Http
 from engine.gateway.shapes import Shape
 from ipc.errors import EngineError
-from ipc.messages import FINAL, Finished
+from ipc.messages import FINAL, Event, Finished
 from ipc.session import AsyncClient
 from ipc.streams import AsyncSink, Options, raise_unless_finished
 
@@ -82,8 +82,10 @@ class Streams:
         finally:
             self._open.discard(stream)
             request["tokens"] = shape.num_tokens
-            if not is_detached:
-                for name in numbers:
+            for name in numbers:
+                if is_detached:
+                    self._client.leave(name)
+                else:
                     self._client.cancel_nowait(name)
 
     async def _pump(
@@ -120,9 +122,9 @@ class Streams:
         stream.writing_since = 0.0
 
 
-def _failure(shape: Shape, event: object) -> bytes:
+def _failure(shape: Shape, event: Event) -> bytes:
     try:
-        raise_unless_finished(event)  # type: ignore[arg-type]
+        raise_unless_finished(event)
     except EngineError as error:
         return shape.fail(error)
     return b""

@@ -18,10 +18,11 @@ from engine.llm.sequence import Sampling, Sequence
 from engine.worker.live import Answer, Live
 from engine.worker.loaded import Loaded
 from ipc.errors import Code, EngineError
-from ipc.messages import Assign, Generate, Message, Tokenize, Tokenized
+from ipc.messages import Ask, Assign, Generate, Message, Tokenize, Tokenized
 
 # Sampling that a request may leave to the model, and what it is when that says nothing.
 SAMPLED: Final = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+ASKS_MAX: Final = 64
 LONG_TEXT: Final = 16 * 1024  # characters: about 5 ms of a tokenizer
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -41,9 +42,10 @@ class Intake:
         self._max_num_seqs = max_num_seqs
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._pending: dict[int, _Pending] = {}
+        self._asked: list[tuple[Ask, Future[Tokenized]]] = []
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self._pending) + len(self._asked)
 
     def take(self, assign: Assign, generate: Generate) -> Live | None:
         """The request, or None when it comes by `done` later. Raises EngineError naming the field."""
@@ -69,6 +71,22 @@ class Intake:
         del self._pending[number]
         pending.future.cancel()
         return pending.assign
+
+    def ask(self, ask: Ask, asked: Tokenize) -> Tokenized | None:
+        """The answer to a question, or None when it comes by `answered` later. Raises EngineError naming the field."""
+        size = len(asked.text) + len(asked.ids or ()) + sum(len(each.content) for each in asked.messages)
+        if size < LONG_TEXT:
+            return self.tokenize(asked)
+        if len(self._asked) >= ASKS_MAX:
+            raise EngineError(Code.OVERLOADED, f"{ASKS_MAX} long texts wait to be tokenized", retry_after_s=1.0)
+        self._asked.append((ask, self._executor.submit(self.tokenize, asked)))
+        return None
+
+    def answered(self) -> "Iterator[tuple[Ask, Future[Tokenized]]]":
+        """Answers that the thread has finished since."""
+        finished = [entry for entry in self._asked if entry[1].done()]
+        self._asked = [entry for entry in self._asked if entry not in finished]
+        yield from finished
 
     def tokenize(self, asked: Tokenize) -> Tokenized:
         """Ids of a text or a conversation, or the text of ids. Raises EngineError naming the field."""

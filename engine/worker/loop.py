@@ -144,13 +144,21 @@ class WorkerLoop:
 
     def _on_ask(self, ask: Ask, body: bytes) -> None:
         """Tokens of a text or a text of tokens: nothing is scheduled."""
-        reply: Tokenized | Error
+        self._answer(ask, lambda: self._intake.ask(ask, codec.decode(body, Tokenize)))
+
+    def _answer(self, ask: Ask, make: Callable[[], Tokenized | None]) -> None:
+        """The boundary around one question: whatever is wrong with it is told to who asked."""
+        reply: Tokenized | Error | None
         try:
-            reply = self._intake.tokenize(codec.decode(body, Tokenize))
-        except (EngineError, ProtocolError) as error:
+            reply = make()
+            if reply is None:
+                return
+        except EngineError as error:
+            reply = Error(error.code, error.message, error.field, ask.request, error.retry_after_s)
+        except ProtocolError as error:
             reply = Error(error.code, error.message, error.field, ask.request)
         except Exception as error:  # noqa: BLE001 - the boundary around one request
-            reply = Error("internal", f"{type(error).__name__}: {error}", "", ask.request)
+            reply = Error(Code.INTERNAL.value, f"{type(error).__name__}: {error}", "", ask.request)
         head = Answer(self._settings.epoch, ask.session, ask.request, isinstance(reply, Error))
         self._send([codec.ENVELOPES[Kind.ANSWER], codec.encode(head), codec.encode(reply)])
 
@@ -177,6 +185,8 @@ class WorkerLoop:
         """Start what the tokenizer's thread has finished."""
         for assign, future in self._intake.done():
             self._try(assign, future.result)
+        for ask, answer in self._intake.answered():
+            self._answer(ask, answer.result)
 
     def _try(self, assign: Assign, make: Callable[[], Live | None]) -> None:
         """The boundary around one request: whatever is wrong with it ends it alone."""

@@ -63,8 +63,9 @@ def test_what_grows_without_room_is_given_up():
     assert [each.number for each in shelf] == [1, 2]
     shelf.append(1, bytes(OVERHEAD_BYTES))
     assert [each.number for each in shelf] == [1]
-    shelf.append(1, bytes(2 * OVERHEAD_BYTES))
-    assert (len(shelf), shelf.num_bytes, shelf.num_dropped) == (0, 0, 1)
+    assert not shelf.append(1, bytes(2 * OVERHEAD_BYTES))
+    assert (len(shelf), shelf.num_bytes) == (0, 0)
+    assert shelf.append(1, b"it is not kept any more")
     with pytest.raises(EngineError):
         shelf.put(item(3, note=bytes(4 * OVERHEAD_BYTES)), 0.0)
 

@@ -410,7 +410,11 @@ def test_odd_json_is_a_400(running: EngineProcess, body: bytes):
 
 def test_bodies_that_are_too_large_or_of_another_kind(running: EngineProcess):
     assert post(running, "/v1/completions", b" " * 2_000_000)[0] == 413
-    assert post(running, "/v1/completions", b"{}", **{"Content-Type": "text/xml"})[0] == 415
+    for kind in ("text/xml", "text/plain", "application/x-www-form-urlencoded", "application/octet-stream"):
+        assert post(running, "/v1/completions", b"{}", **{"Content-Type": kind})[0] == 415
+    # A page of another origin may send a body of no type without asking first: it does not get in.
+    body = b'{"model": "sim", "prompt": "x", "max_tokens": 1}'
+    assert send(running, "POST", "/v1/completions", body)[0] == 415
     with raw(running, b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999\r\n\r\n") as answer:
         assert answer.startswith(b"HTTP/1.1 4")
     with raw(

@@ -1,5 +1,6 @@
 """Responses, thoughts, aliases and defaults through real processes, by the openai package and by hand."""
 
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from ipc.client import AsyncClient, client_address
 from ipc.errors import Code, EngineError
 from ipc.messages import Delta, Message
 from tests.models_tiny import TURNS, write, write_folder
@@ -216,6 +218,24 @@ def test_a_detached_request_outlives_its_session_and_another_ends_it(running: En
         other.cancel("kept-3", "t")
         assert other.fetch("kept-3", "t").state in {"cancelled", "finished"}
         until(lambda: all(each.num_running == 0 for each in running.replicas()))
+
+
+def test_who_leaves_a_detached_request_holds_nothing_of_it(running: EngineProcess):
+    """Its events went on filling the sink of a reader that was gone."""
+
+    async def scenario() -> None:
+        async with AsyncClient(client_address(running.run_dir)) as client:
+            options = {"max_tokens": 150, "ignore_eos": True, "keep_s": 60.0, "detach": True}
+            stream = await client.stream("tiny", "ab", request="kept-4", **options)
+            await anext(stream)
+            client.leave("kept-4")
+            assert client.statistics().num_open == 0
+            while not (stored := await client.fetch("kept-4")).is_over:
+                await asyncio.sleep(0.02)
+            assert len(stored.completion().ids) == 150
+            await client.forget("kept-4")
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
 
 
 def test_what_is_kept_survives_many_at_once(running: EngineProcess):
