@@ -264,23 +264,22 @@ class Metrics:
 
     def _of_front(self, status: StatusReport) -> list[Metric]:
         counted = status.counters
-        families: list[Metric] = []
-        for name, text, value in (
+        totals = (
             ("engine_fenced_entries", "Results of workers that came too late.", counted.stale_entries),
             ("engine_protocol_errors", "Messages that broke the wire specification.", counted.protocol_errors),
             ("engine_slow_readers", "Sessions ended because they did not read.", counted.slow_readers),
             ("engine_lost_peers", "Sessions whose client went away.", counted.lost_peers),
             ("engine_internal_errors", "Faults of the engine.", counted.internal_errors),
-        ):
-            families.append(CounterMetricFamily(name, text, value=value))
-        for name, text, number in (
+        )
+        levels = (
             ("engine_sessions", "Open sessions.", counted.num_sessions),
             ("engine_open_requests", "Open requests.", counted.num_open),
             ("engine_outbox_bytes", "Bytes kept for clients that do not read.", counted.outbox_bytes),
             ("engine_journal_tokens", "Tokens of open requests kept in the front.", counted.journal_tokens),
             ("engine_uptime_seconds", "Since the front started.", status.uptime_s),
-        ):
-            families.append(GaugeMetricFamily(name, text, value=number))
+        )
+        families: list[Metric] = [CounterMetricFamily(name, text, value=value) for name, text, value in totals]
+        families += [GaugeMetricFamily(name, text, value=value) for name, text, value in levels]
         state = GaugeMetricFamily("engine_state", "1 for the state that the engine is in.", labels=["state"])
         for name in ("starting", "ready", "degraded", "failed", "draining"):
             state.add_metric([name], float(status.state == name))

@@ -14,7 +14,7 @@ import pytest
 
 from tests.clients.environments import VERSIONS, Environment, NotInstalledError, made, plain
 from tests.models_tiny import write_folder
-from tests.system.harness import EngineProcess, engine, sim_toml, until
+from tests.system.harness import EngineProcess, engine, llm_toml, sim_toml, until
 from tests.system.http_calls import DOOR, get
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -22,17 +22,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 SESSION_S = 600.0
 CONTEXT = 1024
 KEY = "sk-session"
-TINY = """
-[[deployment]]
-route = "tiny"
-model = "{folder}"
-[deployment.llm]
-max_model_len = {context}
-num_blocks = 1024
-max_num_seqs = 16
-[deployment.restart]
-hang_floor_s = 60
-"""
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[EngineProcess]:
     """tiny: a real decoder with a template. sim: the fake model."""
-    with engine(sim_toml(step_ms=2.0) + TINY.format(folder=folder, context=CONTEXT), **DOOR) as made_engine:
+    with engine(sim_toml(step_ms=2.0) + llm_toml("tiny", folder, CONTEXT, num_blocks=1024), **DOOR) as made_engine:
         made_engine.wait_ready(120.0)
         until(lambda: get(made_engine, "/readyz")[0] == 200, 10.0, "a ready door")
         yield made_engine

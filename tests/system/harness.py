@@ -60,6 +60,27 @@ def sim_toml(replicas: int = 1, seats: int = 16, num_blocks: int = 2048, step_ms
     return engine + front + SIM.format(replicas=replicas, seats=seats, num_blocks=num_blocks, step_ms=step_ms, **parts)
 
 
+def llm_toml(
+    route: str, model: object, max_model_len: int = 200, num_blocks: int = 128, llm: str = "", more: str = ""
+) -> str:
+    """A deployment of a small real model; `llm` and `more` take further TOML lines of its tables."""
+    return f"""
+[[deployment]]
+route = "{route}"
+model = "{model}"
+{more}
+[deployment.llm]
+max_model_len = {max_model_len}
+max_num_seqs = 8
+num_blocks = {num_blocks}
+{llm}
+[deployment.restart]
+hang_floor_s = 60
+backoff_s = 0.0
+intensity = 100
+"""
+
+
 def until(condition: Callable[[], Any], deadline_s: float = DEADLINE_S, what: str = "") -> Any:
     """Poll until the condition is truthy and return it; fails with `what` when the deadline passes."""
     give_up_at = time.monotonic() + deadline_s

@@ -39,9 +39,15 @@ def gateways_of(running: EngineProcess) -> list[psutil.Process]:
 def send(
     running: EngineProcess, method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
 ) -> tuple[int, bytes, dict[str, str]]:
+    """One request to an engine's door."""
+    return ask(address(running), method, path, body, headers)
+
+
+def ask(
+    where: tuple[str, int], method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
+) -> tuple[int, bytes, dict[str, str]]:
     """One request by the standard library."""
-    where = urlparse(running.url)
-    connection = http.client.HTTPConnection(str(where.hostname), where.port, timeout=20)
+    connection = http.client.HTTPConnection(*where, timeout=20)
     try:
         connection.request(method, path, body, headers or {})
         answer = connection.getresponse()
@@ -81,8 +87,7 @@ def events(text: str) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def raw(running: EngineProcess, data: bytes) -> Iterator[bytes]:
     """What the door answers to bytes; b"" when it just closes."""
-    where = urlparse(running.url)
-    with socket.create_connection((str(where.hostname), where.port), 10) as connection:
+    with socket.create_connection(address(running), 10) as connection:
         connection.settimeout(10)
         connection.sendall(data)
         try:

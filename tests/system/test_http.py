@@ -21,7 +21,7 @@ import pytest
 from ipc.client import Client
 from ipc.messages import Delta, Finished
 from tests.models_tiny import tokenizer, write, write_folder
-from tests.system.harness import EngineProcess, engine, sim_toml, until
+from tests.system.harness import EngineProcess, engine, llm_toml, sim_toml, until
 from tests.system.http_calls import (
     DOOR,
     address,
@@ -39,18 +39,6 @@ from tests.system.http_calls import (
     send,
 )
 
-LIMITS = """
-[deployment.llm]
-max_model_len = 200
-num_blocks = 128
-max_num_seqs = 8
-max_batched_tokens = 32
-[deployment.restart]
-hang_floor_s = 60
-backoff_s = 0.0
-intensity = 100
-"""
-
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
@@ -60,7 +48,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
     (bare / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
     models = {"tiny": write(directory / "tiny.gguf"), "bare": bare}
     toml = sim_toml(step_ms=10.0, restart="backoff_s = 0.0\nintensity = 100")
-    toml += "".join(f'[[deployment]]\nroute = "{name}"\nmodel = "{path}"\n{LIMITS}' for name, path in models.items())
+    toml += "".join(llm_toml(name, path, llm="max_batched_tokens = 32") for name, path in models.items())
     toml += "[http]\nkeepalive_s = 0.3\nread_s = 2.0\nwrite_s = 2.0\n"
     with engine(toml, **DOOR) as made:
         made.wait_ready(120.0)

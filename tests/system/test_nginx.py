@@ -1,6 +1,5 @@
 """The real nginx with our configuration in front of a real engine: one by one, gone clients, limits, names."""
 
-import http.client
 import json
 import shutil
 import signal
@@ -18,7 +17,7 @@ import pytest
 
 from engine.config import Http
 from tests.system.harness import ROOT, EngineProcess, engine, sim_toml, until
-from tests.system.http_calls import address, gateways_of, get, metric, raw_post
+from tests.system.http_calls import address, ask, gateways_of, get, metric, raw_post
 
 NGINX = shutil.which("nginx", path="/usr/sbin:/usr/local/sbin:/usr/bin:/usr/local/bin")
 OURS = ROOT / "configs/deploy/nginx.conf"
@@ -98,18 +97,6 @@ def front(running: EngineProcess, tmp_path_factory: pytest.TempPathFactory) -> I
     directory = tmp_path_factory.mktemp("nginx")
     with nginx(directory, address(running)) as where:
         yield where
-
-
-def ask(
-    where: tuple[str, int], method: str, path: str, body: bytes | None = None, headers: dict[str, str] | None = None
-) -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection(*where, timeout=20)
-    try:
-        connection.request(method, path, body, headers or {})
-        answer = connection.getresponse()
-        return answer.status, answer.read(), {name.lower(): value for name, value in answer.getheaders()}
-    finally:
-        connection.close()
 
 
 def completion(**fields: object) -> dict[str, object]:

@@ -10,26 +10,18 @@ from typing import Any
 import pytest
 
 from tests.models_tiny import write
-from tests.system.harness import ROOT, EngineProcess, engine, sim_toml, until
+from tests.system.harness import ROOT, EngineProcess, engine, llm_toml, sim_toml, until
 from tests.system.http_calls import DOOR, get
-
-TINY = """
-[[deployment]]
-route = "tiny"
-model = "{model}"
-[deployment.llm]
-max_model_len = 64
-num_blocks = 64
-max_num_seqs = 8
-[deployment.restart]
-hang_floor_s = 60
-"""
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     directory = tmp_path_factory.mktemp("models")
-    toml = sim_toml(step_ms=0.5) + TINY.format(model=write(directory / "tiny.gguf")) + "[front]\nkept_max = 50\n"
+    toml = (
+        sim_toml(step_ms=0.5)
+        + llm_toml("tiny", write(directory / "tiny.gguf"), max_model_len=64)
+        + "[front]\nkept_max = 50\n"
+    )
     with engine(toml, **DOOR) as made:
         made.wait_ready(120.0)
         until(lambda: get(made, "/readyz")[0] == 200, 10.0, "a ready door")

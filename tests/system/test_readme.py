@@ -10,29 +10,18 @@ from pathlib import Path
 import pytest
 
 from tests.models_tiny import write
-from tests.system.harness import ROOT, EngineProcess, engine, until
+from tests.system.harness import ROOT, EngineProcess, engine, llm_toml, until
 from tests.system.http_calls import DOOR, get
 
 TEXT = (ROOT / "README.md").read_text()
 CURLS = re.findall(r"^curl .*$", TEXT, re.M)
-TOML = """
-[[deployment]]
-route = "smollm2"
-model = "{model}"
-[deployment.llm]
-max_model_len = 200
-num_blocks = 128
-max_num_seqs = 8
-[deployment.restart]
-hang_floor_s = 60
-"""
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
     """A tiny model under the README's name."""
     model = write(tmp_path_factory.mktemp("model") / "tiny.gguf")
-    with engine(TOML.format(model=model), **DOOR) as made:
+    with engine(llm_toml("smollm2", model), **DOOR) as made:
         made.wait_ready(120.0)
         until(lambda: get(made, "/readyz")[0] == 200, 10.0, "a ready door")
         yield made

@@ -13,24 +13,10 @@ from ipc.client import AsyncClient, client_address
 from ipc.errors import Code, EngineError
 from ipc.messages import Delta, Message
 from tests.models_tiny import TURNS, write, write_folder
-from tests.system.harness import EngineProcess, engine, until
+from tests.system.harness import EngineProcess, engine, llm_toml, until
 from tests.system.http_calls import DOOR, get, post, raw_post, send
 from tests.system.http_calls import address as address_of
 
-DEPLOYMENT = """
-[[deployment]]
-route = "{route}"
-model = "{model}"
-{more}
-[deployment.llm]
-max_model_len = 200
-num_blocks = 128
-max_num_seqs = 8
-max_batched_tokens = 32
-{llm}
-[deployment.restart]
-hang_floor_s = 60
-"""
 LONG = {"max_output_tokens": 150, "ignore_eos": True}
 
 
@@ -44,8 +30,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]
     (thinker / "tokenizer_config.json").write_text(json.dumps(told))
     (thinker / "generation_config.json").write_text(json.dumps({"temperature": 0.0, "do_sample": False}))
     toml = "[front]\nkept_max = 24\n"
-    toml += DEPLOYMENT.format(route="tiny", model=write(directory / "tiny.gguf"), more='aliases = ["small"]', llm="")
-    toml += DEPLOYMENT.format(route="thinker", model=thinker, more="", llm="")
+    toml += llm_toml("tiny", write(directory / "tiny.gguf"), more='aliases = ["small"]')
+    toml += llm_toml("thinker", thinker)
     with engine(toml, **DOOR) as made:
         made.wait_ready(120.0)
         until(lambda: get(made, "/readyz")[0] == 200, 10.0, "a ready door")
@@ -329,7 +315,7 @@ def test_what_a_request_does_not_say_comes_from_the_models_files(running: Engine
 
 def test_the_configuration_beats_the_models_files(tmp_path):
     model = write(tmp_path / "tiny.gguf")
-    toml = DEPLOYMENT.format(route="tiny", model=model, more="", llm='reasoning = "none"')
+    toml = llm_toml("tiny", model, llm='reasoning = "none"')
     toml += "[deployment.defaults]\ntemperature = 0\n"
     with engine(toml, **DOOR) as running:
         running.wait_ready(120.0)
