@@ -99,6 +99,7 @@ class ChatChoice(Struct):
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"]
+    token_ids: list[Count] = field(default_factory=list)
 
 
 class ChatAnswer(Struct):
@@ -126,6 +127,7 @@ class PlainChoice(Struct):
     text: str
     logprobs: PlainLogprobs | None
     finish_reason: Literal["stop", "length"]
+    token_ids: list[Count] = field(default_factory=list)
 
 
 class CompletionAnswer(Struct):

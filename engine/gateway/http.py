@@ -301,7 +301,7 @@ class Door:
         answers = await self._all(route, prompts, made)
         num_choices = asked.n or 1
         choices = [
-            openai.plain_choice(number * num_choices + index, choice, answer, asked.logprobs)
+            openai.plain_choice(number * num_choices + index, choice, answer, asked)
             for number, answer in enumerate(answers)
             for index, choice in enumerate(answer.choices)
         ]

@@ -94,6 +94,7 @@ class Common(Struct, frozen=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     ignore_eos: bool = False
+    return_token_ids: bool = False
     min_tokens: Annotated[int, Meta(ge=0, le=1_048_576)] = 0
     priority: Annotated[str, Meta(max_length=16)] = ""
     deadline_ms: Annotated[int, Meta(ge=0, le=604_800_000)] = 0
@@ -354,10 +355,16 @@ def chat_choice(index: int, choice: Choice, asked: ChatRequest) -> dict[str, Any
         "message": told,
         "logprobs": chat_logprobs(choice.logprobs) if asked.logprobs else None,
         "finish_reason": choice.reason,
+        **token_ids(choice.ids, asked),
     }
 
 
-def plain_choice(index: int, choice: Choice, answer: Completion, num_top: int | None) -> dict[str, Any]:
+def token_ids(ids: list[int], asked: Common) -> dict[str, Any]:
+    """The output's token ids, where they were asked for."""
+    return {"token_ids": ids} if asked.return_token_ids else {}
+
+
+def plain_choice(index: int, choice: Choice, answer: Completion, asked: CompletionRequest) -> dict[str, Any]:
     """One choice, after the prompt where it was asked for."""
     text, entries = choice.text, choice.logprobs
     if answer.prompt is not None:
@@ -365,6 +372,7 @@ def plain_choice(index: int, choice: Choice, answer: Completion, num_top: int | 
     return {
         "index": index,
         "text": text,
-        "logprobs": plain_logprobs(entries, num_top) if num_top is not None else None,
+        "logprobs": plain_logprobs(entries, asked.logprobs) if asked.logprobs is not None else None,
         "finish_reason": choice.reason,
+        **token_ids(choice.ids, asked),
     }

@@ -40,6 +40,8 @@ class ChunkShape(ABC):
         self._has_usage = told is not None and told.include_usage
         self._is_continuous = told is not None and told.continuous_usage_stats
         self._num_choices = asked.n or 1
+        self._has_ids = asked.return_token_ids
+        self._ids: list[int] = []  # of the present event, where they are told and are not yet
         self._prompt_tokens: dict[int, int] = {}
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # what stands around a text, by choice
         self.num_tokens = 0
@@ -50,25 +52,26 @@ class ChunkShape(ABC):
 
     def events(self, number: int, event: Event) -> bytes:
         """What one native event of prompt `number` becomes."""
-        if isinstance(event, Delta) and event.prompt_tokens:
-            self._prompt_tokens[number] = event.prompt_tokens
-        if isinstance(event, Delta | Ended | Finished):
-            self.num_tokens += len(event.ids)
-        if isinstance(event, Finished):
-            self._usages.append(event.usage)
-            self._prompt_tokens[number] = event.usage.prompt_tokens
-        made = b""
         index = number * self._num_choices
         if isinstance(event, Echo):
-            made = self._chunk(index, event.text, event.logprobs)
-        elif isinstance(event, Delta):
-            made = self._chunk(index + event.choice, event.text, event.logprobs, event.reasoning)
-        elif isinstance(event, Ended):
-            made = self._chunk(index + event.choice, event.text, event.logprobs, event.reasoning)
-            made += self._end(index + event.choice, event.reason)
-        elif isinstance(event, Finished) and self._num_choices == 1:
-            made = self._chunk(index, event.text, event.logprobs, event.reasoning) + self._end(index, event.reason)
-        return made
+            return self._chunk(index, event.text, event.logprobs)
+        if not isinstance(event, Delta | Ended | Finished):
+            return b""
+        self.num_tokens += len(event.ids)
+        if self._has_ids:
+            self._ids = event.ids
+        if isinstance(event, Delta):
+            if event.prompt_tokens:
+                self._prompt_tokens[number] = event.prompt_tokens
+            return self._chunk(index + event.choice, event.text, event.logprobs, event.reasoning)
+        if isinstance(event, Ended):
+            index += event.choice
+        else:
+            self._usages.append(event.usage)
+            self._prompt_tokens[number] = event.usage.prompt_tokens
+            if self._num_choices > 1:  # each of them has ended
+                return b""
+        return self._chunk(index, event.text, event.logprobs, event.reasoning) + self._end(index, event.reason)
 
     @abstractmethod
     def _chunk(self, index: int, text: str, logprobs: list[TokenLogprob], thoughts: str = "") -> bytes: ...
@@ -81,7 +84,7 @@ class ChunkShape(ABC):
 
     def _text(self, index: int, text: str) -> bytes:
         """A chunk of text and nothing else: all but the text is the same every time."""
-        if self._is_continuous:
+        if self._is_continuous or self._ids:
             return self._event(self._text_choice(index, text))
         frame = self._frames.get(index)
         if frame is None:
@@ -90,6 +93,8 @@ class ChunkShape(ABC):
         return frame[0] + msgspec.json.encode(text) + frame[1]
 
     def _event(self, choice: dict[str, Any]) -> bytes:
+        if self._ids:  # with the first chunk of their event
+            choice, self._ids = {**choice, "token_ids": self._ids}, []
         told = {**self._head, "choices": [choice]}
         if self._is_continuous:
             prompt_tokens = sum(self._prompt_tokens.values())
@@ -134,9 +139,9 @@ class ChatShape(ChunkShape):
         delta = {"reasoning_content": thoughts} if thoughts and self._has_reasoning else {}
         if text:
             delta["content"] = text
-        if not delta and not logprobs:
+        if not delta and not logprobs and not self._ids:
             return b""
-        if text and not thoughts and not self._has_logprobs:
+        if not thoughts and not self._has_logprobs:
             return self._text(index, text)
         told = openai.chat_logprobs(logprobs) if self._has_logprobs else None
         return self._choice(index, delta or {"content": ""}, None, told)
@@ -159,7 +164,7 @@ class PlainShape(ChunkShape):
         return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def _chunk(self, index: int, text: str, logprobs: list[TokenLogprob], thoughts: str = "") -> bytes:
-        if not text and not logprobs:
+        if not text and not logprobs and not self._ids:
             return b""
         if self._num_top is None:
             return self._text(index, text)

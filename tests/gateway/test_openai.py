@@ -166,9 +166,21 @@ def test_columns_of_log_probabilities():
     assert (first["token"], first["bytes"], first["top_logprobs"][0]["token"]) == ("é", [195, 169], "x")
 
 
+def test_token_ids_where_they_are_asked_for():
+    events = Delta("r", 0, "", [1], prompt_tokens=4), Delta("r", 1, "a", [2]), END
+    for shape in (ChatShape("id", 7, chat(return_token_ids=True)), PlainShape("id", 7, plain(return_token_ids=True))):
+        ids = [chunk["choices"][0].get("token_ids", []) for chunk in run(shape, *events)]
+        assert [each for each in ids if each] == [[1], [2], [3]]
+    choice = Choice("a", [1, 2], "stop")
+    assert openai.chat_choice(0, choice, chat(return_token_ids=True))["token_ids"] == [1, 2]
+    assert "token_ids" not in openai.chat_choice(0, choice, chat())
+
+
 def test_the_prompt_comes_before_its_answer():
     answer = Completion("r", "b", [2], "stop", Usage(1, 1), prompt=Prompt("a", [1], [TokenLogprob(1, b"a", None)]))
-    told = openai.plain_choice(0, Choice("b", [2], "stop", logprobs=[TokenLogprob(2, b"b", -1.0)]), answer, 1)
+    told = openai.plain_choice(
+        0, Choice("b", [2], "stop", logprobs=[TokenLogprob(2, b"b", -1.0)]), answer, plain(logprobs=1)
+    )
     assert (told["text"], told["logprobs"]["token_logprobs"]) == ("ab", [None, -1.0])
     streamed = run(PlainShape("id", 7, plain(echo=True)), Echo("r", 0, "a", [1]), END)
     assert [chunk["choices"][0]["text"] for chunk in streamed] == ["a", "c", ""]

@@ -162,6 +162,7 @@ def test_parts_of_letters_are_told_apart_in_completions_logprobs(api: openai.Ope
 def test_four_ways_give_the_same(running: EngineProcess, stop: list[str], seed: int):
     """vllm#57052: one of several paths differed."""
     fields = {"model": "tiny", "prompt": "ab 12", "max_tokens": 30, "temperature": 1.5, "seed": seed, "stop": stop}
+    fields["return_token_ids"] = True
     _, plain, _ = post(running, "/v1/completions", fields)
     _, text, _ = post(running, "/v1/completions", {**fields, "stream": True, "stream_options": {"include_usage": True}})
     chunks = events(text)
@@ -171,6 +172,8 @@ def test_four_ways_give_the_same(running: EngineProcess, stop: list[str], seed: 
         parts = [each for each in client.stream("tiny", "ab 12", **options) if isinstance(each, Delta | Finished)]
     streamed = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
     assert plain["choices"][0]["text"] == streamed == whole.text == "".join(each.text for each in parts)
+    streamed_ids = [id for chunk in chunks for choice in chunk["choices"] for id in choice.get("token_ids", [])]
+    assert plain["choices"][0]["token_ids"] == streamed_ids == whole.ids == [id for each in parts for id in each.ids]
     reasons = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
     assert reasons[-1] == plain["choices"][0]["finish_reason"] == whole.reason == parts[-1].reason
     assert set(reasons[:-1]) <= {None}
