@@ -351,6 +351,8 @@ class Expired(Struct, frozen=True, tag="expired", gc=False):
 
 Event = Delta | Echo | Ended | Finished | Failed | Cancelled | Expired
 FINAL: Final = (Finished, Failed, Cancelled, Expired)
+# What has output tokens. A tuple: a union is built anew each time that its expression is evaluated.
+SAID: Final = (Delta, Ended, Finished)
 
 
 class Model(Struct, frozen=True, omit_defaults=True):

@@ -20,6 +20,7 @@ from ipc.channel import Channel, Curve, Sent, client_address, dealer
 from ipc.errors import Code, EngineError, ProtocolError
 from ipc.messages import (
     FINAL,
+    SAID,
     Counts,
     Delta,
     Empty,
@@ -281,7 +282,7 @@ class AsyncClient:
             entry = self._open.get(event.request)
             if entry is None:
                 continue
-            if isinstance(event, Delta | Ended | Finished) and not entry.is_next(event):
+            if isinstance(event, SAID) and not entry.is_next(event):
                 self._cut(event.request, entry, Code.INTERNAL, "tokens of this stream were lost or doubled")
                 continue
             entry.sink.put(event)

@@ -242,7 +242,7 @@ class AsyncSink:
                 self._waiter = None
         return self.events.popleft()
 
-    async def take(self) -> list[Event]:
+    async def take(self) -> deque[Event]:
         """All that is there, at least one; or none, after `wake`."""
         if not self.events:
             self._waiter = asyncio.get_running_loop().create_future()
@@ -250,8 +250,7 @@ class AsyncSink:
                 await self._waiter
             finally:
                 self._waiter = None
-        taken = list(self.events)
-        self.events.clear()
+        taken, self.events = self.events, deque()
         return taken
 
     def wake(self) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from engine.gateway import openai
 from engine.gateway.reply import DONE, error_body, sse, status_of
 from ipc.errors import EngineError
-from ipc.messages import Delta, Echo, Ended, Event, Finished, TokenLogprob, Usage
+from ipc.messages import SAID, Delta, Echo, Ended, Event, TokenLogprob, Usage
 
 MARK: Final = "@"
 _MARK: Final = b'"@"'
@@ -55,7 +55,7 @@ class ChunkShape(ABC):
         index = number * self._num_choices
         if isinstance(event, Echo):
             return self._chunk(index, event.text, event.logprobs)
-        if not isinstance(event, Delta | Ended | Finished):
+        if not isinstance(event, SAID):
             return b""
         self.num_tokens += len(event.ids)
         if self._has_ids:
