@@ -284,9 +284,9 @@ def test_a_session_finds_its_cache_again(name: str):
             prompt = "a conversation of ours " * 10
             _, told, _ = complete(running, model="sim", prompt=prompt, **{name: "s" * 200})
             cached.append(told["usage"]["prompt_tokens_details"]["cached_tokens"])
-            body = raw_post("/v1/completions", {"model": "sim", "prompt": f"{number}", "max_tokens": 400})
+            other = {"model": "sim", "prompt": f"{number}", "max_tokens": 3000, "ignore_eos": True}
             with socket.create_connection(address(running), 10) as connection:  # keeps some replica busy for a while
-                connection.sendall(body)
+                connection.sendall(raw_post("/v1/completions", other))
                 until(lambda: any(each.num_in_flight for each in running.replicas()), 5.0, "it runs")
                 complete(running, model="sim", prompt="z", max_tokens=1)
         assert cached == [0] + [len(prompt) // 16 * 16] * 5
